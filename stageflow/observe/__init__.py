@@ -1,0 +1,12 @@
+"""What can be seen of a running pipeline without asking it.
+
+    _progress.py     what a rank says of itself, through shared memory
+    _statistics.py   the same, for people
+
+Sits under `stage` and `controller`, since the one writes it and the other reads it.
+"""
+
+from stageflow.observe._progress import Activity, ProgressBoard, RankProgress
+from stageflow.observe._statistics import StageStatistics, Statistics, stage_statistics
+
+__all__ = ["Activity", "ProgressBoard", "RankProgress", "StageStatistics", "Statistics", "stage_statistics"]

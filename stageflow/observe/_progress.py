@@ -1,0 +1,123 @@
+"""What each rank says of itself, through shared memory: what it does, for which micro-batch, since when, and sums of time.
+
+Rules of this file:
+
+* One slot per rank, written by that rank's main thread alone, read by the controller at any moment and without waiting,
+  also when the rank hangs, holds the GIL, or is dead.
+* A field is one aligned 64-bit integer, so a reader sees an old value or a new one, never half of each. Fields of one slot
+  may be a step apart; sums are for people and for the stall watch, which looks at change only.
+* Times are CLOCK_MONOTONIC nanoseconds, the same clock in every process of the machine.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from enum import IntEnum
+from pathlib import Path
+
+import attrs
+
+_FIELDS = 16  # 128 bytes: two cache lines, so that neighbours don't share one
+_SLOT = _FIELDS * 8
+
+
+class Activity(IntEnum):
+    """What a rank is doing."""
+
+    STARTING = 0
+    WAITING = 1
+    """For the next frame."""
+    COMPUTING = 2
+    SENDING = 3
+    CALLING = 4
+    """Running a function of ``pipe.call``."""
+    ENDING = 5
+
+
+class _Field(IntEnum):
+    ACTIVITY = 0
+    SEQ = 1  # plus one, so that 0 is none
+    SINCE = 2
+    DONE = 3
+    FAILED = 4
+    FIRST = 5  # start of the first micro-batch
+    LAST = 6  # end of the newest one
+    SUM = 7  # one sum of nanoseconds per activity: SUM + activity
+
+
+@attrs.frozen
+class RankProgress:
+    """One slot, read at one moment. Times in nanoseconds."""
+
+    activity: Activity
+    seq: int | None
+    since_ns: int
+    done: int
+    failed: int
+    first_ns: int
+    last_ns: int
+    spent_ns: dict[Activity, int]
+    """Completed stretches of each activity since the first micro-batch, without the current one."""
+
+    @property
+    def mark(self) -> tuple[int, int, int]:
+        """Changes whenever the rank gets on with anything."""
+        return (self.activity, self.seq or 0, self.since_ns)
+
+
+class ProgressBoard:
+    """The shared memory of all ranks' slots, a file in the pipeline's private directory."""
+
+    def __init__(self, path: Path, ranks: int, *, create: bool = False) -> None:
+        with path.open("w+b" if create else "r+b") as file:
+            if create:
+                file.truncate(ranks * _SLOT)
+            self._map = mmap.mmap(file.fileno(), ranks * _SLOT)
+        self._fields = memoryview(self._map).cast("q")
+
+    def read(self, rank: int) -> RankProgress:
+        """What ``rank`` says of itself now."""
+        f = self._fields[rank * _FIELDS : (rank + 1) * _FIELDS].tolist()
+        return RankProgress(
+            activity=Activity(f[_Field.ACTIVITY]),
+            seq=f[_Field.SEQ] - 1 if f[_Field.SEQ] else None,
+            since_ns=f[_Field.SINCE],
+            done=f[_Field.DONE],
+            failed=f[_Field.FAILED],
+            first_ns=f[_Field.FIRST],
+            last_ns=f[_Field.LAST],
+            spent_ns={activity: f[_Field.SUM + activity] for activity in Activity},
+        )
+
+    def writer(self, rank: int) -> ProgressWriter:
+        """The writing side of one slot: for that rank alone."""
+        return ProgressWriter(self._fields[rank * _FIELDS : (rank + 1) * _FIELDS])
+
+    def close(self) -> None:
+        """Unmap."""
+        self._fields.release()
+        self._map.close()
+
+
+class ProgressWriter:
+    """Writes one rank's slot. Under a microsecond a call."""
+
+    def __init__(self, fields: memoryview[int]) -> None:
+        self._fields = fields
+
+    def enter(self, activity: Activity, seq: int | None = None) -> None:
+        """The rank turns to another activity."""
+        f, now = self._fields, time.monotonic_ns()
+        if f[_Field.FIRST]:
+            f[_Field.SUM + f[_Field.ACTIVITY]] += now - f[_Field.SINCE]
+        elif activity is Activity.COMPUTING:
+            f[_Field.FIRST] = now
+        f[_Field.ACTIVITY] = activity
+        f[_Field.SEQ] = 0 if seq is None else seq + 1
+        f[_Field.SINCE] = now
+
+    def finished(self, *, failed: bool) -> None:
+        """A micro-batch is through, well or not."""
+        self._fields[_Field.FAILED if failed else _Field.DONE] += 1
+        self._fields[_Field.LAST] = time.monotonic_ns()

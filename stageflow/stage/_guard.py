@@ -1,0 +1,74 @@
+"""What a stage process arms before anything else: it can't outlive its controller, and its last words are kept.
+
+Rules of this file:
+
+* SIGINT is ignored (Ctrl-C is the controller's business), SIGTERM keeps its default: a handler in Python would not run while
+  C code holds the GIL, and the process would not end.
+* The death pipe is armed in the kernel where it can be: async I/O on its read end sends SIGKILL to this process when the
+  controller, who holds the only write end, is gone. That needs no thread, no polling and no GIL. The pipe is looked at once
+  afterwards, for a controller that was gone before.
+* stdout and stderr go to the controller's pipes, line by line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import os
+import select
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+_F_SETSIG = 10
+"""Linux: which signal async I/O sends. Not in Python's fcntl module."""
+
+
+def arm(*, death: Connection, stdout: Connection, stderr: Connection, stacks: Path) -> None:
+    """Set up signals, output, fault reports and the death pipe of this process.
+
+    Args:
+        death: read end of the pipe that the controller never writes to.
+        stdout: write end, becomes file descriptor 1.
+        stderr: write end, becomes file descriptor 2.
+        stacks: file that SIGUSR1 writes the stacks of all threads to, even while the GIL is held.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a spawned child starts with it blocked
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _redirect(stdout, 1)
+    _redirect(stderr, 2)
+    sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    faulthandler.enable(file=2)
+    stacks_fd = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
+    if sys.platform == "linux":
+        _arm_in_kernel(death.fileno())
+    else:
+        threading.Thread(target=_watch, args=(death.fileno(),), name="stageflow death watch", daemon=True).start()
+
+
+def _redirect(connection: Connection, descriptor: int) -> None:
+    os.dup2(connection.fileno(), descriptor)
+    connection.close()
+
+
+def _arm_in_kernel(descriptor: int) -> None:
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(descriptor, _F_SETSIG, signal.SIGKILL)
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | fcntl.FASYNC)
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    if poll.poll(0):
+        os._exit(1)
+
+
+def _watch(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        os.read(descriptor, 1)
+    os._exit(1)

@@ -1,0 +1,34 @@
+"""Edges of the ring: a header pipe for frames, a process group of two for payloads; and taking values apart for travel.
+
+    _packing.py   any Python value ↔ a pickle with its tensors taken out, and the tensors as flat bytes
+    _groups.py    the process group of an edge
+    _edge.py      the two ends of an edge
+    _memory.py    a model's tensors by shared memory, once, at the start
+"""
+
+from stageflow.transport._edge import Arrival, EdgeReceiver, EdgeSender, Sent, TransportError, announce
+from stageflow.transport._groups import AbortableStore, edge_name, join_edge
+from stageflow.transport._memory import open_memory, read_tensors, write_tensors
+from stageflow.transport._packing import Packed, from_bytes, pack, put_together, take_apart, to_bytes, unpack
+
+__all__ = [
+    "AbortableStore",
+    "Arrival",
+    "EdgeReceiver",
+    "EdgeSender",
+    "Packed",
+    "Sent",
+    "TransportError",
+    "announce",
+    "edge_name",
+    "from_bytes",
+    "join_edge",
+    "open_memory",
+    "pack",
+    "put_together",
+    "read_tensors",
+    "take_apart",
+    "to_bytes",
+    "unpack",
+    "write_tensors",
+]

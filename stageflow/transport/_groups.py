@@ -1,0 +1,125 @@
+"""The process group of an edge: two members, the sender (0) and the receiver (1).
+
+Rules of this file:
+
+* No group here is torch's default group, on either side: the user's own ``init_process_group`` is left alone.
+* Rendezvous is by a file in a private directory; every socket is on loopback. A host name that doesn't resolve, or no
+  network at all, changes nothing.
+* Joining has a bound, and the controller can give it up at once (``AbortableStore``): a peer that died while joining must
+  not hold the report of its death.
+* An operation, once joined, has no timeout of its own: a gloo wait that times out closes its connection for good. Stalls
+  are judged by the controller, and a blocked operation ends when its peer's process does.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+FOREVER = timedelta(days=365)
+"""For waits that end with the peer: by its data or by its death."""
+
+_POLL_S = 0.001
+
+
+class JoinAborted(Exception):
+    """The other side won't come: the launch is being given up."""
+
+
+class AbortableStore(dist.Store):
+    """A file store whose waits end when ``abort`` is called. gloo itself offers no way out of a rendezvous."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = dist.FileStore(str(path), -1)
+        self._aborted = threading.Event()
+
+    def abort(self) -> None:
+        """Let every wait on this store raise, now and from now on."""
+        self._aborted.set()
+
+    # What gloo and NCCL ask of a store, called back from C++.
+
+    def set(self, key: str, value: Any) -> None:
+        """See ``torch.distributed.Store.set``."""
+        self._file.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """See ``torch.distributed.Store.get``."""
+        self.wait([key])
+        return self._file.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        """See ``torch.distributed.Store.add``."""
+        return self._file.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        """See ``torch.distributed.Store.check``."""
+        return self._file.check(keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Wait for keys by looking every millisecond, as the file store itself does."""
+        while not self._file.check(list(keys)):
+            if self._aborted.wait(_POLL_S):
+                raise JoinAborted
+
+
+def edge_name(source: int, tp_index: int) -> str:
+    """The name of the edge that leaves place ``source`` (0: the controller, k: stage k-1) for its successor."""
+    return f"edge{source}.{tp_index}"
+
+
+class EdgeGroup:
+    """A process group of two, seen from one of its ends."""
+
+    def __init__(self, group: Any, member: int, backend: str, device: torch.device) -> None:
+        self._group = group
+        self._peer = 1 - member
+        self.backend = backend
+        self.wire_device: torch.device | None = device if backend == "nccl" else None
+        """Where payloads must lie: the GPU for NCCL, host memory (None) for gloo."""
+
+    def send(self, wire: Tensor) -> Any:
+        """Begin to send; returns the work. The wire must stay alive and unchanged until the work is done."""
+        return self._group.send([wire], self._peer, 0)
+
+    def receive(self, wire: Tensor) -> Any:
+        """Begin to receive into ``wire``; returns the work."""
+        return self._group.recv([wire], self._peer, 0)
+
+
+def join_edge(store: dist.Store, name: str, member: int, backend: str, device: torch.device, timeout: float) -> EdgeGroup:
+    """Join the group of an edge. Blocks until the other end joins too.
+
+    Args:
+        store: a store of the pipeline's private directory.
+        name: the edge, from ``edge_name``.
+        member: 0 for the sending end, 1 for the receiving end.
+        backend: ``"gloo"`` or ``"nccl"``.
+        device: this end's device; NCCL needs a CUDA device of this rank's own.
+        timeout: seconds to wait for the other end.
+
+    Raises:
+        RuntimeError: the other end did not come, or the store was aborted.
+    """
+    prefixed = dist.PrefixStore(name, store)
+    limit = timedelta(seconds=timeout)
+    if backend == "nccl":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = FOREVER  # pyright: ignore[reportPrivateUsage]
+        return EdgeGroup(dist.ProcessGroupNCCL(prefixed, member, 2, options), member, backend, device)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = limit
+    options._threads = 1
+    return EdgeGroup(gloo(prefixed, member, 2, options), member, backend, device)
