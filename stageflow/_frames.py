@@ -15,11 +15,14 @@ what is out of order.
 from __future__ import annotations
 
 import pickle
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import attrs
 
 __all__ = [
+    "DESCRIPTION_LIMIT",
     "FRAME_LIMIT",
     "INLINE_LIMIT",
     "Announcement",
@@ -27,6 +30,7 @@ __all__ = [
     "Bye",
     "Call",
     "CallPart",
+    "Door",
     "EndOfStream",
     "Failed",
     "Fatal",
@@ -47,7 +51,10 @@ FRAME_LIMIT = 32 * 1024
 """The most bytes of a frame on a header pipe. Half of a pipe's buffer on Linux."""
 
 INLINE_LIMIT = 16 * 1024
-"""The most bytes of tensors that may ride inside one frame, and the most bytes of its description."""
+"""The most bytes of tensors that may ride inside one frame."""
+
+DESCRIPTION_LIMIT = 15 * 1024
+"""The most bytes of descriptions in one frame. With ``INLINE_LIMIT`` it leaves a frame 1 KiB for everything else."""
 
 
 @attrs.frozen(kw_only=True)
@@ -93,8 +100,8 @@ class StageInfo:
 class Announcement:
     """What a frame says of a payload before it is sent, so that nobody posts a receive for something not announced.
 
-    ``description`` is the pickled skeleton and tensor specs, or, when larger than ``INLINE_LIMIT``, their number of bytes:
-    they then travel first, as a payload of their own. ``inline`` is the payload itself where it is small enough.
+    ``description`` is the pickled skeleton and tensor specs, or, when larger than ``DESCRIPTION_LIMIT``, their number of
+    bytes: they then travel first, as a payload of their own. ``inline`` is the payload itself where it is small enough.
     """
 
     description: bytes | int
@@ -118,7 +125,7 @@ class Report:
     """Whether it came from the transport: then it is an echo of somebody else's death, if there is one."""
 
 
-# ---- the ring -----------------------------------------------------------------------------------------------------------
+# ---- the ring: its values are announced by the edge that sends it, and None until then -----------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -126,8 +133,8 @@ class MicroBatch:
     """One micro-batch on its way: the arguments of the next stage, or the result."""
 
     seq: int
-    value: Announcement
-    stage_kwargs: Announcement | None
+    value: Announcement | None = None
+    stage_kwargs: Announcement | None = None
 
 
 @attrs.frozen
@@ -144,14 +151,14 @@ class Call:
 
     call_id: int
     ranks: tuple[int, ...]
-    value: Announcement
+    value: Announcement | None = None
 
 
 @attrs.frozen
 class Warmup:
     """Goes once round the ring before the stages are ready: proves every edge, header and payload."""
 
-    value: Announcement
+    value: Announcement | None = None
 
 
 @attrs.frozen
@@ -209,6 +216,31 @@ class Bye:
 
 UpFrame = Hello | Phase | Ready | CallPart | Fatal | Bye
 
+# ---- with the process itself -----------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Door:
+    """What a stage process is started with. Tiny: the model comes later, over ``down`` and ``memory``."""
+
+    rank: int
+    ranks: int
+    directory: Path
+    """The pipeline's private directory: rendezvous file, progress board, stacks."""
+    join_timeout: float
+    """Seconds to wait for a neighbour at the rendezvous."""
+    header_in: Connection
+    header_out: Connection
+    down: Connection
+    up: Connection
+    death: Connection
+    """Read end of the pipe that the controller never writes to: its end of file is the controller's death."""
+    stdout: Connection
+    stderr: Connection
+    memory: Connection
+    """Shared memory with the tensors of the model's piece."""
+
+
 # ---- down: controller → rank ----------------------------------------------------------------------------------------------
 
 
@@ -219,6 +251,8 @@ class Build:
     info: StageInfo
     skeleton: bytes
     specs: tuple[Any, ...]
+    backend: str
+    """Between stages; the controller's edges are always gloo."""
     unpack: bool
     """Whether a plain tuple from the stage before becomes this stage's positional arguments."""
     seed: int

@@ -98,7 +98,10 @@ class StageflowError(Exception):
 
     def copy(self) -> Self:
         """A fresh error with the same facts and no traceback, so that many waiters can each raise their own."""
-        return type(self)(self.message, **self._facts())
+        fresh = type(self)(self.message, **self._facts())
+        for note in getattr(self, "__notes__", ()):
+            fresh.add_note(note)
+        return fresh
 
     def __reduce__(self) -> tuple[Any, ...]:
         notes = getattr(self, "__notes__", None)

@@ -6,7 +6,7 @@
 Sits under `stage` and `controller`, since the one writes it and the other reads it.
 """
 
-from stageflow.observe._progress import Activity, ProgressBoard, RankProgress
+from stageflow.observe._progress import Activity, ProgressBoard, ProgressWriter, RankProgress
 from stageflow.observe._statistics import StageStatistics, Statistics, stage_statistics
 
-__all__ = ["Activity", "ProgressBoard", "RankProgress", "StageStatistics", "Statistics", "stage_statistics"]
+__all__ = ["Activity", "ProgressBoard", "ProgressWriter", "RankProgress", "StageStatistics", "Statistics", "stage_statistics"]

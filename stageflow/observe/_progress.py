@@ -41,9 +41,10 @@ class _Field(IntEnum):
     SINCE = 2
     DONE = 3
     FAILED = 4
-    FIRST = 5  # start of the first micro-batch
-    LAST = 6  # end of the newest one
-    SUM = 7  # one sum of nanoseconds per activity: SUM + activity
+    PASSED = 5
+    FIRST = 6  # start of the first micro-batch
+    LAST = 7  # end of the newest one
+    SUM = 8  # one sum of nanoseconds per activity: SUM + activity
 
 
 @attrs.frozen
@@ -55,10 +56,17 @@ class RankProgress:
     since_ns: int
     done: int
     failed: int
+    passed: int
+    """Failures of stages before it that it handed on."""
     first_ns: int
     last_ns: int
     spent_ns: dict[Activity, int]
     """Completed stretches of each activity since the first micro-batch, without the current one."""
+
+    @property
+    def handled(self) -> int:
+        """Micro-batches that it is done with, however they ended."""
+        return self.done + self.failed + self.passed
 
     @property
     def mark(self) -> tuple[int, int, int]:
@@ -85,6 +93,7 @@ class ProgressBoard:
             since_ns=f[_Field.SINCE],
             done=f[_Field.DONE],
             failed=f[_Field.FAILED],
+            passed=f[_Field.PASSED],
             first_ns=f[_Field.FIRST],
             last_ns=f[_Field.LAST],
             spent_ns={activity: f[_Field.SUM + activity] for activity in Activity},
@@ -121,3 +130,7 @@ class ProgressWriter:
         """A micro-batch is through, well or not."""
         self._fields[_Field.FAILED if failed else _Field.DONE] += 1
         self._fields[_Field.LAST] = time.monotonic_ns()
+
+    def passed(self) -> None:
+        """A micro-batch that failed before is handed on."""
+        self._fields[_Field.PASSED] += 1

@@ -21,9 +21,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
@@ -34,6 +34,7 @@ from stageflow._frames import (
     Bye,
     Call,
     CallPart,
+    Door,
     EndOfStream,
     Failed,
     Fatal,
@@ -42,6 +43,7 @@ from stageflow._frames import (
     Phase,
     Ready,
     Report,
+    RingFrame,
     StageInfo,
     UpFrame,
     Warmup,
@@ -60,7 +62,6 @@ from stageflow.transport import (
     Packed,
     Sent,
     TransportError,
-    announce,
     edge_name,
     join_edge,
     pack,
@@ -74,25 +75,7 @@ _PART = 32 * 1024
 """Bytes of a call's result per frame on the up pipe: half a pipe's buffer."""
 
 _TEXT_LIMIT = 8 * 1024
-"""Characters of a report's traceback, and a quarter of that for its message: a report always fits a frame."""
-
-
-@attrs.frozen
-class Door:
-    """What a stage process is started with: kept tiny, the model comes later over ``down``."""
-
-    rank: int
-    ranks: int
-    directory: Path
-    join_timeout: float
-    header_in: Connection
-    header_out: Connection
-    down: Connection
-    up: Connection
-    death: Connection
-    stdout: Connection
-    stderr: Connection
-    memory: Connection
+"""Bytes of a report's traceback, and a quarter of that for its message: a report always fits a frame."""
 
 
 def main(door: Door) -> None:
@@ -241,18 +224,15 @@ class _Reporter:
 
 
 def _cut(text: str, limit: int) -> str:
-    """At most ``limit`` characters: the end of a traceback says most, its beginning the rest. Always encodable."""
-    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    if len(text) <= limit:
-        return text
-    return f"{text[: limit // 4]}\n… {len(text) - limit} characters left out …\n{text[len(text) - limit * 3 // 4 :]}"
+    """At most about ``limit`` bytes: the end of a traceback says most, its beginning the rest. Always encodable."""
+    data = text.encode("utf-8", "backslashreplace")
+    if len(data) <= limit:
+        return data.decode()
+    head, tail = data[: limit // 4], data[-limit * 3 // 4 :]
+    return f"{head.decode(errors='ignore')}\n… {len(data) - limit} bytes left out …\n{tail.decode(errors='ignore')}"
 
 
 # ---- the loop -------------------------------------------------------------------------------------------------------------
-
-
-class _Waitable(Protocol):
-    def wait(self) -> None: ...
 
 
 class _Keeper:
@@ -260,7 +240,7 @@ class _Keeper:
 
     def __init__(self, inbox: queue.SimpleQueue[Arrival | Exception]) -> None:
         self._inbox = inbox
-        self._sent: queue.SimpleQueue[_Waitable | None] = queue.SimpleQueue()
+        self._sent: queue.SimpleQueue[Sent | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="stageflow keeper", daemon=True)
         self._thread.start()
 
@@ -320,10 +300,12 @@ class _Loop:
                     self._pass_on(call, arrival.values)
                     if self._stage.rank in call.ranks:
                         self._call(call.call_id, arrival.values[0])
-                case Failed() | EndOfStream() as frame:
-                    self._pass_on(frame, [])
-                    if isinstance(frame, EndOfStream):
-                        break
+                case Failed(seq=seq) as frame:
+                    self._progress.passed()
+                    self._pass_on(frame, seq=seq)
+                case EndOfStream() as frame:
+                    self._pass_on(frame)
+                    break
                 case Warmup() as frame:
                     self._pass_on(frame, arrival.values)
                     self._up.send(Ready(self._stage.info))
@@ -344,20 +326,11 @@ class _Loop:
         except Exception as error:
             self._inbox.put(error if isinstance(error, TransportError) else TransportError(repr(error)))
 
-    def _pass_on(self, frame: Any, values: list[Packed | None] | list[Packed], seq: int | None = None) -> None:
-        """Announce the values in the frame, which was made without, and send both."""
+    def _pass_on(self, frame: RingFrame, values: Sequence[Packed | None] = (), seq: int | None = None) -> None:
         self._progress.enter(Activity.SENDING, seq)
-        announcements, wires = announce(values, inline=not isinstance(frame, Warmup))
-        match frame:
-            case MicroBatch():
-                frame = attrs.evolve(frame, value=announcements[0], stage_kwargs=announcements[1])
-            case Call() | Warmup():
-                frame = attrs.evolve(frame, value=announcements[0])
-            case _:
-                pass
-        self._keeper.keep(self._sender.send(frame, wires))
+        self._keeper.keep(self._sender.send(frame, values))
 
-    def _forward(self, seq: int, value: Packed, stage_kwargs: Packed | None = None) -> tuple[Any, list[Packed | None]]:
+    def _forward(self, seq: int, value: Packed, stage_kwargs: Packed | None = None) -> tuple[MicroBatch | Failed, list[Packed | None]]:
         """What comes out of this stage for one micro-batch: the frame to pass on, and its values."""
         stage = self._stage
         self._progress.enter(Activity.COMPUTING, seq)
@@ -374,8 +347,7 @@ class _Loop:
             self._progress.finished(failed=True)
             return Failed(seq, self._reporter.report(error, seq=seq)), []
         self._progress.finished(failed=False)
-        nothing: Any = None  # announced when it is passed on
-        return MicroBatch(seq, nothing, nothing), [packed, stage_kwargs]
+        return MicroBatch(seq), [packed, stage_kwargs]
 
     def _arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The first stage gets the caller's arguments; a later one what the stage before returned."""

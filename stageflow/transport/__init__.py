@@ -6,7 +6,7 @@
     _memory.py    a model's tensors by shared memory, once, at the start
 """
 
-from stageflow.transport._edge import Arrival, EdgeReceiver, EdgeSender, Sent, TransportError, announce
+from stageflow.transport._edge import Arrival, EdgeReceiver, EdgeSender, Sent, TransportError
 from stageflow.transport._groups import AbortableStore, edge_name, join_edge
 from stageflow.transport._memory import open_memory, read_tensors, write_tensors
 from stageflow.transport._packing import Packed, from_bytes, pack, put_together, take_apart, to_bytes, unpack
@@ -19,7 +19,6 @@ __all__ = [
     "Packed",
     "Sent",
     "TransportError",
-    "announce",
     "edge_name",
     "from_bytes",
     "join_edge",

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from stageflow._frames import (
+    DESCRIPTION_LIMIT,
     FRAME_LIMIT,
     INLINE_LIMIT,
     Announcement,
@@ -68,37 +69,6 @@ class Arrival:
     values: list[Packed]
 
 
-def announce(values: Sequence[Packed | None], *, inline: bool = True) -> tuple[list[Announcement | None], list[Tensor]]:
-    """What a frame says of its values, and the wires that must follow it.
-
-    Args:
-        values: the packed values, in the frame's order; None stands for none.
-        inline: whether small payloads may ride in the frame. The warm-up says no, so that it proves the group.
-    """
-    room = INLINE_LIMIT if inline else 0  # one budget for the frame, not for each value
-    announcements: list[Announcement | None] = []
-    wires: list[Tensor] = []
-    text = INLINE_LIMIT - 1024
-    for packed in values:
-        if packed is None:
-            announcements.append(None)
-            continue
-        description: bytes | int = packed.description
-        if len(packed.description) > text:
-            description = len(packed.description)
-            wires.append(torch.frombuffer(bytearray(packed.description), dtype=torch.uint8))
-        else:
-            text -= len(packed.description)
-        on_host = all(wire.device.type == "cpu" for wire in packed.wires)
-        if packed.nbytes <= room and on_host:
-            room -= packed.nbytes
-            announcements.append(Announcement(description, b"".join(map(host_bytes, packed.wires))))
-        else:
-            wires.extend(packed.wires)
-            announcements.append(Announcement(description, None))
-    return announcements, wires
-
-
 class EdgeSender:
     """The sending end. One thread at a time."""
 
@@ -107,8 +77,12 @@ class EdgeSender:
         self._group = group
         self.wire_device = group.wire_device
 
-    def send(self, frame: RingFrame, wires: Sequence[Tensor] = ()) -> Sent | None:
-        """Send a frame and begin to send the wires that it announces.
+    def send(self, frame: RingFrame, values: Sequence[Packed | None] = ()) -> Sent | None:
+        """Send a frame, which is made to announce the values here, and begin to send what doesn't fit into it.
+
+        Args:
+            frame: the frame, with nothing announced yet.
+            values: its packed values, in the order of its fields; None for one that it does without.
 
         Returns:
             What to wait for, or None if everything rode inside the frame.
@@ -116,6 +90,7 @@ class EdgeSender:
         Raises:
             TransportError: the peer is gone.
         """
+        frame, wires = _announce(frame, values)
         data = encode(frame)
         if len(data) > FRAME_LIMIT:
             raise TransportError(f"internal: a frame of {len(data)} bytes ({type(frame).__name__}), at most {FRAME_LIMIT}")
@@ -196,11 +171,47 @@ class EdgeReceiver:
         self._header.close()
 
 
-def _announced(frame: RingFrame) -> list[Announcement]:
+def _announce(frame: RingFrame, values: Sequence[Packed | None]) -> tuple[RingFrame, list[Tensor]]:
+    """The frame with its values announced, and the wires that must follow it."""
+    # Budgets of the frame, not of each value. The warm-up carries nothing inline, so that it proves the group.
+    room = 0 if isinstance(frame, Warmup) else INLINE_LIMIT
+    text = DESCRIPTION_LIMIT
+    announcements: list[Announcement | None] = []
+    wires: list[Tensor] = []
+    for packed in values:
+        if packed is None:
+            announcements.append(None)
+            continue
+        description: bytes | int = packed.description
+        if len(packed.description) <= text:
+            text -= len(packed.description)
+        else:
+            description = len(packed.description)
+            wires.append(torch.frombuffer(bytearray(packed.description), dtype=torch.uint8))
+        inline: bytes | None = None
+        if packed.nbytes <= room and all(wire.device.type == "cpu" for wire in packed.wires):
+            room -= packed.nbytes
+            inline = b"".join(map(host_bytes, packed.wires))
+        else:
+            wires.extend(packed.wires)
+        announcements.append(Announcement(description, inline))
     match frame:
-        case MicroBatch(value=value, stage_kwargs=None) | Call(value=value) | Warmup(value=value):
-            return [value]
-        case MicroBatch(value=value, stage_kwargs=Announcement() as stage_kwargs):
-            return [value, stage_kwargs]
+        case MicroBatch():
+            frame = attrs.evolve(frame, value=announcements[0], stage_kwargs=announcements[1])
+        case Call() | Warmup():
+            frame = attrs.evolve(frame, value=announcements[0])
         case _:
-            return []
+            pass
+    return frame, wires
+
+
+def _announced(frame: RingFrame) -> list[Announcement]:
+    """The announcements of a frame, in the order of its fields."""
+    match frame:
+        case MicroBatch(value=value, stage_kwargs=stage_kwargs):
+            found = [value, stage_kwargs]
+        case Call(value=value) | Warmup(value=value):
+            found = [value]
+        case _:
+            found = []
+    return [announcement for announcement in found if announcement is not None]

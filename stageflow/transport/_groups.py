@@ -46,6 +46,11 @@ class AbortableStore(dist.Store):
         """Let every wait on this store raise, now and from now on."""
         self._aborted.set()
 
+    @property
+    def aborted(self) -> bool:
+        """Whether ``abort`` was called."""
+        return self._aborted.is_set()
+
     # What gloo and NCCL ask of a store, called back from C++.
 
     def set(self, key: str, value: Any) -> None:

@@ -1,0 +1,53 @@
+"""Pipeline parallelism for PyTorch from one ordinary Python program.
+
+The house, ground to roof; a module imports only from floors below it, and `tests/test_house.py` holds that:
+
+    errors.py        every error, as one tree
+    _frames.py       what crosses a pipe                       (plain Python + attrs)
+    _lifecycle.py    the life of a stage as a table            (plain Python)
+    partition/       cutting a model                           (torch)
+    transport/       edges: header pipe + payload; packing     (torch.distributed)
+    observe/         what can be seen of a running pipeline    (written by stage, read by controller)
+    stage/           the child side                            (no Trio)
+    controller/      the parent side                           (Trio, tricycle)
+    cli/             `stageflow …`
+"""
+
+from stageflow._frames import StageInfo
+from stageflow.controller import Pipeline, Ticket
+from stageflow.errors import (
+    LaunchError,
+    PartitionError,
+    PipelineBroken,
+    StageDied,
+    StageError,
+    StageflowError,
+    StageStalled,
+)
+from stageflow.observe import StageStatistics, Statistics
+from stageflow.stage import Stage
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LaunchError",
+    "PartitionError",
+    "Pipeline",
+    "PipelineBroken",
+    "Stage",
+    "StageDied",
+    "StageError",
+    "StageInfo",
+    "StageStalled",
+    "StageStatistics",
+    "StageflowError",
+    "Statistics",
+    "Ticket",
+    "__version__",
+]
+
+# Errors, docs and tracebacks show the public names.
+for _name in __all__:
+    if not _name.startswith("_"):
+        globals()[_name].__module__ = __name__
+del _name

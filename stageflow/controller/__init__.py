@@ -1,0 +1,20 @@
+"""The parent side: everything of a pipeline that lives in the user's process. The only place that runs Trio.
+
+    _pipeline.py     the public face
+    _launch.py       the nesting: reaper, services, body; start and end
+    _supervisor.py   who is alive, what is the cause when one isn't, and the end of all
+    _ranks.py        one stage process as its parent sees it; starting them
+    _process.py      the start itself, without the user's ``__main__``
+    _traffic.py      the reader thread and the writer thread
+    _window.py       the slots
+    _tickets.py      one submitted micro-batch
+    _map.py          a stream of micro-batches
+    _batches.py      a batch into micro-batches and back
+    _output.py       what stages print
+    _places.py       devices, backend, threads
+"""
+
+from stageflow.controller._pipeline import Pipeline
+from stageflow.controller._tickets import Ticket
+
+__all__ = ["Pipeline", "Ticket"]

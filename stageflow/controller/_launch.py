@@ -1,0 +1,308 @@
+"""The nesting of a launch, from its first check to the last process reaped.
+
+Rules of this file, from outside in:
+
+* A plain nursery, the reaper: it waits for the processes and breaks the pipeline when one is lost. Only bounded work.
+* A service nursery: reader, writer, watches. Its tasks live until the body has ended, whatever cancels the block.
+* The user's body, in a cancel scope of its own, which a break cancels.
+
+What comes out: an error of the body alone is that very exception; a broken pipeline is one ``PipelineBroken`` (or, before the
+body, ``LaunchError``), raised from what the body raised; ``Cancelled``, ``KeyboardInterrupt`` and ``SystemExit`` are untouched.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, final
+
+import torch
+import tricycle
+import trio
+
+from stageflow._frames import EndOfStream, StageInfo, Warmup
+from stageflow._lifecycle import State
+from stageflow.controller._pipeline import MADE_BY_LAUNCH, Pipeline
+from stageflow.controller._places import choose_backend, choose_devices, choose_threads
+from stageflow.controller._process import choose_start_method
+from stageflow.controller._ranks import Plan, Rank, Started, hand_over, start_ranks
+from stageflow.controller._supervisor import Supervisor
+from stageflow.controller._traffic import Listener, Reader, Writer
+from stageflow.controller._window import Window
+from stageflow.errors import LaunchError
+from stageflow.observe import ProgressBoard
+from stageflow.partition import cut
+from stageflow.transport import AbortableStore, EdgeReceiver, EdgeSender, edge_name, join_edge, pack
+
+_CPU = torch.device("cpu")
+
+
+def make_plan(
+    model: Any,
+    pp: int,
+    *,
+    split: Any,
+    window: int | None,
+    devices: str | Sequence[str | torch.device],
+    backend: str,
+    threads: int | None,
+    seed: int | None,
+    start_method: str | None,
+    start_timeout: float,
+    stall_timeout: float,
+    shutdown_timeout: float,
+) -> Plan:
+    """Check every argument of the launch and decide what it leaves open. Nothing is started here."""
+    if isinstance(pp, bool) or not isinstance(pp, int) or pp < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"pp is the number of stages, an int of at least 1: found {pp!r}")
+    if window is None:
+        window = default_window(pp)
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"window is the most micro-batches in flight, an int of at least 1: found {window!r}")
+    for name, seconds in (("start", start_timeout), ("stall", stall_timeout), ("shutdown", shutdown_timeout)):
+        if not seconds > 0:
+            raise ValueError(f"{name}_timeout is in seconds, above 0, math.inf for never: found {seconds!r}")
+    pieces = cut(model, pp, split)
+    places = choose_devices(devices, pp)
+    infos = tuple(
+        StageInfo(stage_index=stage, num_stages=pp, device=places[stage], module_names=pieces[stage].module_names)
+        for stage in range(pp)
+    )
+    return Plan(
+        infos=infos,
+        pieces=pieces,
+        backend=choose_backend(backend, places),
+        threads=choose_threads(threads, pp),
+        seed=torch.initial_seed() if seed is None else seed,
+        start_method=choose_start_method(start_method),
+        window=window,
+        start_timeout=start_timeout,
+        stall_timeout=stall_timeout,
+        shutdown_timeout=shutdown_timeout,
+    )
+
+
+def default_window(pp: int) -> int:
+    """Micro-batches in flight: one computing and one waiting in each stage, so that no stage waits for a hand-over."""
+    return 2 * pp
+
+
+@final
+class Launch(AbstractAsyncContextManager[Pipeline]):
+    """What ``Pipeline.launch(...)`` returns: enter it with ``async with``. Nothing has been started before that."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._context: AbstractAsyncContextManager[Pipeline] | None = None
+
+    async def __aenter__(self) -> Pipeline:
+        if self._context is not None:
+            raise RuntimeError("a launch is entered once: call Pipeline.launch(...) again for another pipeline")
+        self._context = _run(self._plan)
+        return await self._context.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        assert self._context is not None
+        return await self._context.__aexit__(kind, error, trace)
+
+    def _misuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise TypeError("a pipeline lives in a block:  async with Pipeline.launch(model, pp=4) as pipe: ...")
+
+    __await__ = __call__ = __enter__ = _misuse
+
+    def __exit__(self, *_: Any) -> None:  # only so that a plain `with` gets to __enter__ and its sentence
+        ...
+
+
+@asynccontextmanager
+async def _run(plan: Plan) -> AsyncIterator[Pipeline]:
+    directory = Path(tempfile.mkdtemp(prefix="stageflow-"))  # only this user may enter it
+    try:
+        async with _supervised(plan, directory) as pipe:
+            yield pipe
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@asynccontextmanager
+async def _supervised(plan: Plan, directory: Path) -> AsyncIterator[Pipeline]:
+    board = ProgressBoard(directory / "progress", len(plan.infos), create=True)
+    started = await _start(plan, directory)
+    supervisor = Supervisor(plan, started.ranks, started.output, board, directory)
+    services = _Services(plan, started, supervisor, board)
+    pipe = services.pipe
+    error: BaseException | None = None
+    try:
+        async with trio.open_nursery() as reaper:
+            for rank in started.ranks:
+                reaper.start_soon(supervisor.watch, rank)
+            reaper.start_soon(supervisor.settle)
+            async with tricycle.open_service_nursery() as service_nursery:
+                try:
+                    services.start(service_nursery)
+                    error = await _become_ready(services, directory)
+                    if error is None and supervisor.failure is None:
+                        supervisor.launched = True
+                        try:
+                            with trio.CancelScope() as body:
+                                supervisor.on_break(lambda _failure: body.cancel())
+                                yield pipe
+                        except trio.Cancelled:
+                            raise
+                        except BaseException as raised:
+                            error = raised
+                finally:
+                    pipe._close(lambda: trio.ClosedResourceError("this pipeline's block has ended"))
+                    try:
+                        if await supervisor.shut_down(lambda: services.writer.put(EndOfStream())):
+                            error = error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
+                    finally:
+                        services.stop()
+                        service_nursery.cancel_scope.cancel()
+            reaper.cancel_scope.cancel()
+    finally:
+        _close_all(started, services, board)
+    failure = supervisor.failure
+    if failure is None or isinstance(error, (KeyboardInterrupt, SystemExit)):
+        if error is not None:
+            raise error
+    elif type(error) is type(failure) and str(error) == str(failure):
+        raise error  # a waiter's own copy of it, which shows the user's line that waited
+    else:
+        raise failure from error
+
+
+async def _start(plan: Plan, directory: Path) -> Started:
+    try:
+        return await trio.to_thread.run_sync(start_ranks, plan, directory, limiter=trio.CapacityLimiter(1))
+    except (OSError, EOFError) as error:
+        raise LaunchError(f"a stage process could not be started: {error!r}", phase=State.STARTING.value) from error
+
+
+class _Services:
+    """What serves a pipeline from start to end: the reader, the writer, the watches."""
+
+    def __init__(self, plan: Plan, started: Started, supervisor: Supervisor, board: ProgressBoard) -> None:
+        self.plan = plan
+        self.started = started
+        self.supervisor = supervisor
+        self.writer = Writer(supervisor.transport_failed)
+        self.pipe = Pipeline(
+            made_by=MADE_BY_LAUNCH, window=Window(plan.window), writer=self.writer, ranks=started.ranks, board=board
+        )
+        listener = Listener(
+            result=self.pipe._result,
+            unreadable=self.pipe._unreadable,
+            failed=self.pipe._stage_failed,
+            warm=supervisor.warm.set,
+            call=self.pipe._call_answered,
+            said=supervisor.said,
+            transport=supervisor.transport_failed,
+        )
+        self.reader = Reader([rank.up for rank in started.ranks], listener)
+        supervisor.on_break(lambda failure: self.pipe._close(failure.copy))
+
+    def start(self, nursery: trio.Nursery) -> None:
+        for run in (self.reader.run, self.writer.run):
+            # A limiter of its own for each, so that nobody's other threads can starve it.
+            nursery.start_soon(partial(trio.to_thread.run_sync, run, limiter=trio.CapacityLimiter(1)))
+        nursery.start_soon(self.supervisor.watch_stalls, self.pipe._has_work)
+        nursery.start_soon(self.pipe._watch_window)
+
+    def stop(self) -> None:
+        """End the threads. The stages have ended, so neither is blocked in anything but its own queue."""
+        self.writer.stop()
+        self.reader.stop()
+
+
+async def _become_ready(services: _Services, directory: Path) -> BaseException | None:
+    """Hand the model over, join the ring, send the warm-up round it, wait for all ranks.
+
+    Returns:
+        What went wrong here rather than in a stage: an error of pickling the model, a time-out, a Ctrl-C. What went wrong in a
+        stage is the supervisor's failure.
+    """
+    plan, started, supervisor = services.plan, services.started, services.supervisor
+    store = AbortableStore(directory / "store")
+    limit = min(plan.start_timeout, 86400.0)
+    problem: BaseException | None = None
+    ready = False
+
+    def join() -> None:
+        outgoing = join_edge(store, edge_name(0, 0), 0, "gloo", _CPU, limit)
+        incoming = join_edge(store, edge_name(len(started.ranks), 0), 1, "gloo", _CPU, limit)
+        services.writer.attach(EdgeSender(started.header_out, outgoing))
+        services.reader.attach(EdgeReceiver(started.header_in, incoming))
+
+    async def join_all() -> None:
+        try:
+            await trio.to_thread.run_sync(join, limiter=trio.CapacityLimiter(1))
+        except Exception as error:
+            if not store.aborted:
+                supervisor.transport_failed(None, error)
+        else:
+            services.writer.put(Warmup(), pack(torch.empty(1, dtype=torch.uint8)))
+
+    async def give(rank: Rank) -> None:
+        nonlocal problem
+        try:
+            await trio.to_thread.run_sync(hand_over, rank, plan, limiter=trio.CapacityLimiter(1))
+        except OSError:
+            pass  # the rank is gone; its supervisor says why
+        except Exception as error:  # what pickling the model raised: the user's to know, as it is
+            problem = problem or error
+            trying.cancel()
+
+    async def unblock() -> None:
+        # The threads above can only be ended from outside: by the store, and by the death of who should read.
+        try:
+            await trio.sleep_forever()
+        finally:
+            if not ready:
+                store.abort()
+                supervisor.kill_all()
+
+    trying = trio.CancelScope()
+    supervisor.on_break(lambda _failure: trying.cancel())
+    try:
+        with trio.fail_after(plan.start_timeout), trying:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(unblock)
+                nursery.start_soon(join_all)
+                for rank in started.ranks:
+                    nursery.start_soon(give, rank)
+                await supervisor.all_ready.wait()
+                await supervisor.warm.wait()
+                ready = True
+                nursery.cancel_scope.cancel()
+    except trio.TooSlowError:
+        problem = supervisor.launch_timed_out()
+    except BaseExceptionGroup as group:
+        if group.subgroup(KeyboardInterrupt) is None:
+            raise
+        problem = KeyboardInterrupt()
+    except KeyboardInterrupt as interrupt:
+        problem = interrupt
+    return problem
+
+
+def _close_all(started: Started, services: _Services, board: ProgressBoard) -> None:
+    """Close everything that the controller holds. Every process has ended; if one has not, it is killed here."""
+    for rank in started.ranks:
+        if rank.exitcode is None:
+            rank.kill()
+            rank.reap()
+    started.output.stop()
+    services.reader.close()
+    for rank in started.ranks:
+        rank.close()
+    started.header_in.close()
+    started.header_out.close()
+    board.close()

@@ -1,0 +1,108 @@
+"""What stages print: each line on the controller's own stdout or stderr, marked with its stage; the last lines are kept.
+
+Rules of this file:
+
+* One thread for all ranks, which only reads and writes: a flood never blocks a stage for longer than it takes to read it,
+  whatever the Trio loop or the reader does.
+* Reads never block; the thread ends when it is told, not when the pipes close: a process that a stage forked may hold them.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+_CHUNK = 64 * 1024
+_TAIL_LINES = 20
+_LINE_LIMIT = 8 * 1024
+"""A line longer than this is shown in pieces: an endless one fills no memory."""
+
+
+class _Stream:
+    """One of a rank's two streams."""
+
+    def __init__(self, label: str, connection: Connection, to_stderr: bool) -> None:
+        self.connection = connection
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._label = label
+        self._to_stderr = to_stderr
+        self._rest = b""
+        os.set_blocking(connection.fileno(), False)
+
+    def pump(self) -> bool:
+        """Show what is there; False at the end of the stream."""
+        try:
+            data = os.read(self.connection.fileno(), _CHUNK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            data = b""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if self._rest and (not data or len(self._rest) > _LINE_LIMIT):
+            lines.append(self._rest)
+            self._rest = b""
+        for line in lines:
+            text = line.decode("utf-8", "replace").rstrip("\r")
+            self.tail.append(text)
+            self._show(text)
+        return bool(data)
+
+    def _show(self, text: str) -> None:
+        stream = sys.stderr if self._to_stderr else sys.stdout
+        try:
+            stream.write(f"[{self._label}] {text}\n")
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # the user closed it, or there is none
+            pass
+
+
+class Output:
+    """The output of all ranks of a pipeline."""
+
+    def __init__(self, labels: Sequence[str], pipes: Sequence[tuple[Connection, Connection]]) -> None:
+        """The pipes are (stdout, stderr) of each rank; they are closed by ``stop``."""
+        self._streams = [
+            (_Stream(label, out, False), _Stream(label, err, True)) for label, (out, err) in zip(labels, pipes, strict=True)
+        ]
+        self._lock = threading.Lock()
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="stageflow output", daemon=True)
+        self._thread.start()
+
+    def stderr_tail(self, rank: int) -> tuple[str, ...]:
+        """The last lines of a rank's stderr, with what it has just written."""
+        stream = self._streams[rank][1]
+        with self._lock:
+            stream.pump()
+            return tuple(stream.tail)
+
+    def stop(self) -> None:
+        """Show what is left, and end."""
+        os.write(self._wake_write, b"q")
+        self._thread.join()
+        for stream in (stream for pair in self._streams for stream in pair):
+            for _ in range(16):  # what a pipe holds, not what a left-over child may go on writing
+                if not stream.pump():
+                    break
+            stream.connection.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake_read, select.POLLIN)
+        streams = {stream.connection.fileno(): stream for pair in self._streams for stream in pair}
+        for descriptor in streams:
+            poll.register(descriptor, select.POLLIN)
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor == self._wake_read:
+                    return
+                with self._lock:
+                    if not streams[descriptor].pump():
+                        poll.unregister(descriptor)

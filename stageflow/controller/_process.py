@@ -1,0 +1,111 @@
+"""Starting a process that never imports the user's ``__main__``.
+
+Rules of this file:
+
+* ``forkserver`` where there is one: torch is imported once, in the fork server, and a stage is ready in milliseconds. Else
+  ``spawn``. Never ``fork``.
+* multiprocessing would import the user's main module again in each child; two keys of its preparation data make it do so.
+  They are left out for our own starts only: scripts need no main guard, and notebooks, ``-c`` and REPLs work. What a stage
+  needs of ``__main__`` comes by cloudpickle.
+* Called in a worker thread: a cold start waits about a second for the fork server.
+* The stage's code is named here as a string alone, so that no module of the parent side imports the child side.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import multiprocessing.context
+import multiprocessing.resource_tracker
+import multiprocessing.spawn
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from stageflow._frames import Door
+
+STAGE_MODULE = "stageflow.stage._main"
+PRELOAD = "stageflow.stage._preload"
+
+_start_lock = threading.Lock()
+
+_death_pipes: weakref.WeakSet[Connection] = weakref.WeakSet()
+"""Write ends whose closing must mean that the controller is gone. See ``_close_in_forked_child``."""
+
+
+def choose_start_method(start_method: str | None) -> str:
+    """``forkserver`` where the platform has it, else ``spawn``, unless told.
+
+    Raises:
+        ValueError: a method that this platform lacks, or ``fork``.
+    """
+    possible = [name for name in ("forkserver", "spawn") if name in multiprocessing.get_all_start_methods()]
+    if start_method is None:
+        return possible[0]
+    if start_method not in possible:
+        raise ValueError(
+            f"start_method is one of {possible} here: found {start_method!r}. A forked copy of a process that uses torch "
+            "and threads is not safe, so 'fork' is never offered"
+        )
+    return start_method
+
+
+def start_process(start_method: str, name: str, door: Door) -> multiprocessing.process.BaseProcess:
+    """Start one stage process. Blocks until it has been forked or spawned, not until it runs."""
+    context = multiprocessing.get_context(start_method)
+    process: Any = context.Process(target=importlib.import_module(STAGE_MODULE).main, args=(door,), name=name)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
+    # The tracker, started lazily by the first spawn, would unblock SIGINT in this thread.
+    multiprocessing.resource_tracker.ensure_running()
+    with _start_lock, _main_left_alone():
+        if start_method == "forkserver":
+            context.set_forkserver_preload([PRELOAD])
+            process.start()
+        else:
+            # A spawned child takes seconds to get to its guard; Ctrl-C must not kill it on the way.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return process
+
+
+@contextmanager
+def _main_left_alone() -> Iterator[None]:
+    original = multiprocessing.spawn.get_preparation_data
+    ours = threading.get_ident()
+
+    def without_main(name: str) -> dict[str, Any]:
+        data: Any = original(name)
+        if threading.get_ident() == ours:  # another thread may start a process of the user's meanwhile
+            data.pop("init_main_from_name", None)
+            data.pop("init_main_from_path", None)
+        return data
+
+    multiprocessing.spawn.get_preparation_data = without_main
+    try:
+        yield
+    finally:
+        multiprocessing.spawn.get_preparation_data = original
+
+
+def guard_death_pipe(write_end: Connection) -> None:
+    """Close this write end in every forked child of the controller.
+
+    A forked DataLoader worker would otherwise hold it open, and the stages would outlive a killed controller with it.
+    """
+    _death_pipes.add(write_end)
+
+
+def _close_in_forked_child() -> None:
+    for write_end in list(_death_pipes):
+        if not write_end.closed:
+            os.close(write_end.fileno())
+
+
+os.register_at_fork(after_in_child=_close_in_forked_child)

@@ -1,0 +1,184 @@
+"""One stage process as its parent sees it, and the start of all of them.
+
+Rules of this file:
+
+* A rank's pipes are made here, and what belongs to the child is closed here as soon as it has started.
+* Starting is all or nothing: if one can't be started, those that were are killed and reaped before the error goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal as signals
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import attrs
+import trio
+
+from stageflow._frames import Build, Door, Report, StageInfo, encode
+from stageflow._lifecycle import State
+from stageflow.controller._output import Output
+from stageflow.controller._process import guard_death_pipe, start_process
+from stageflow.partition import StagePiece
+from stageflow.transport import open_memory, take_apart, write_tensors
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """Everything decided before anything is started."""
+
+    infos: tuple[StageInfo, ...]
+    """By rank."""
+    pieces: tuple[StagePiece, ...]
+    """By stage."""
+    backend: str
+    threads: int
+    seed: int
+    start_method: str
+    window: int
+    start_timeout: float
+    stall_timeout: float
+    shutdown_timeout: float
+
+
+@attrs.define(eq=False)
+class Rank:
+    """One stage process: its life, and the parent's ends of its pipes."""
+
+    info: StageInfo
+    process: BaseProcess
+    down: Connection
+    up: Connection
+    death: Connection
+    memory: Connection
+    state: State = State.STARTING
+    exitcode: int | None = None
+    died_at: float | None = None
+    """Trio time at which the end of the process was seen."""
+    died_in: State | None = None
+    """The state it was in then."""
+    report: Report | None = None
+    """What it said before it could not go on."""
+    gone: trio.Event = attrs.field(factory=trio.Event)
+
+    @property
+    def label(self) -> str:
+        """For people: ``stage 2``."""
+        return f"stage {self.info.stage_index}" + (f".{self.info.tp_index}" if self.info.tp > 1 else "")
+
+    def kill(self, signal: int = signals.SIGKILL) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.exitcode is None and self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal)
+
+    def reap(self) -> int:
+        """The exit code of a process whose sentinel is readable."""
+        self.process.join(1)
+        code = self.process.exitcode
+        self.exitcode = 255 if code is None else code
+        return self.exitcode
+
+    def close(self) -> None:
+        """Close the parent's ends. The up pipe is the reader's until that has ended."""
+        for connection in (self.down, self.up, self.death, self.memory):
+            connection.close()
+        if self.exitcode is not None:
+            self.process.close()
+
+
+@attrs.frozen
+class Started:
+    """All ranks, and the controller's two ends of the ring."""
+
+    ranks: tuple[Rank, ...]
+    output: Output
+    header_out: Connection
+    header_in: Connection
+
+
+def start_ranks(plan: Plan, directory: Path) -> Started:
+    """Start every stage process. Blocks; for a worker thread."""
+    count = len(plan.infos)
+    pipe = multiprocessing.Pipe
+    headers = [pipe(duplex=False) for _ in range(count + 1)]  # (read, write) of each edge of the ring
+    ranks: list[Rank] = []
+    outputs: list[tuple[Connection, Connection]] = []
+    ours: list[Connection] = [headers[0][1], headers[-1][0]]
+    childs: list[Connection] = [end for edge in headers for end in edge if end not in ours]
+    try:
+        for info in plan.infos:
+            (down_r, down_w), (up_r, up_w), (death_r, death_w) = pipe(duplex=False), pipe(duplex=False), pipe(duplex=False)
+            (out_r, out_w), (err_r, err_w) = pipe(duplex=False), pipe(duplex=False)
+            memory = open_memory()
+            ours += [down_w, up_r, death_w, out_r, err_r, memory]
+            childs += [down_r, up_w, death_r, out_w, err_w]
+            guard_death_pipe(death_w)
+            door = Door(
+                rank=info.rank,
+                ranks=count,
+                directory=directory,
+                join_timeout=min(plan.start_timeout, 86400.0),
+                header_in=headers[info.stage_index][0],
+                header_out=headers[info.stage_index + 1][1],
+                down=down_r,
+                up=up_w,
+                death=death_r,
+                stdout=out_w,
+                stderr=err_w,
+                memory=memory,
+            )
+            name = f"stageflow stage {info.stage_index + 1}/{info.num_stages}"
+            process = start_process(plan.start_method, name, door)
+            ranks.append(Rank(info, process, down_w, up_r, death_w, memory))
+            outputs.append((out_r, err_r))
+    except BaseException:
+        for rank in ranks:
+            rank.kill()
+            rank.reap()
+        for connection in ours:
+            connection.close()
+        raise
+    finally:
+        for connection in childs:
+            connection.close()
+    return Started(tuple(ranks), Output([rank.label for rank in ranks], outputs), headers[0][1], headers[-1][0])
+
+
+def hand_over(rank: Rank, plan: Plan) -> None:
+    """Give a rank its piece of the model. Blocks while the rank is slow to read; for a worker thread.
+
+    Raises:
+        OSError: the rank is gone. Its supervisor says why.
+        Exception: whatever pickling the piece raised.
+    """
+    info = rank.info
+    piece = plan.pieces[info.stage_index]
+    skeleton, tensors = take_apart(piece.target)
+    specs = write_tensors(rank.memory, tensors)
+    frame = Build(
+        info=info,
+        skeleton=skeleton,
+        specs=specs,
+        backend=plan.backend,
+        unpack=piece.unpack,
+        seed=(plan.seed + info.stage_index) % 2**63,
+        threads=plan.threads,
+    )
+    rank.down.send_bytes(encode(frame))
+    rank.memory.close()  # the pages live on in the stage alone
+
+
+def signal_name(exitcode: int) -> str | None:
+    """``"SIGKILL"`` for -9; None for an exit code that is no signal."""
+    if exitcode >= 0:
+        return None
+    try:
+        return signals.Signals(-exitcode).name
+    except ValueError:
+        return f"signal {-exitcode}"
+

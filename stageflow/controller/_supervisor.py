@@ -1,0 +1,363 @@
+"""Who is alive, what the cause is when one isn't, and the end of all of them.
+
+Rules of this file:
+
+* One for all: a stage that is lost breaks the pipeline, and broken is final.
+* The first sign of a loss opens a settle window, in which further signs are collected; a conclusive one closes it. Then one
+  cause is chosen: deaths, then the earliest error that is not the transport's, then stalls, then "connection closed" echoes.
+  The others are kept in ``secondary``.
+* A break does, at once and without waiting for the user's body: kill every stage, fail every waiter, cancel the body.
+* The end is a ladder with a bound on every step: end of stream → ``shutdown_timeout`` → SIGTERM → 2 s → SIGKILL → 10 s.
+* Tasks here run in the reaper nursery, outside the service nursery: a body that won't end can't keep stages alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal as signals
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from stageflow._frames import Bye, Fatal, Hello, Phase, Ready, Report
+from stageflow._lifecycle import STARTING_UP, Event, ProtocolError, State, advance
+from stageflow.controller._output import Output
+from stageflow.controller._ranks import Plan, Rank, signal_name
+from stageflow.errors import LaunchError, PipelineBroken, StageDied, StageError, StageflowError, StageStalled
+from stageflow.observe import Activity, ProgressBoard, RankProgress
+
+logger = logging.getLogger("stageflow")
+
+SETTLE_S = 0.25
+"""How long signs of a loss are collected before a cause is chosen among inconclusive ones. Judgement, not data."""
+
+TERMINATE_S = 2.0
+"""Between SIGTERM, which has its default effect in a stage, and SIGKILL."""
+
+REAP_S = 10.0
+"""After SIGKILL: a process that is still there then hangs in the kernel, and nothing in user space can end it."""
+
+STACKS_S = 1.0
+"""For all ranks to write their stacks."""
+
+
+class Supervisor:
+    """Watches the ranks of one pipeline. Trio thread only."""
+
+    def __init__(self, plan: Plan, ranks: Sequence[Rank], output: Output, board: ProgressBoard, directory: Path) -> None:
+        self.ranks = ranks
+        self.failure: StageflowError | None = None
+        """What broke the pipeline; waiters raise copies of it."""
+        self.broken = trio.Event()
+        self.warm = trio.Event()
+        """The warm-up has been round the ring."""
+        self.all_ready = trio.Event()
+        self.launched = False
+        """The body has begun: a loss is no longer a ``LaunchError``."""
+        self._plan = plan
+        self._output = output
+        self._board = board
+        self._directory = directory
+        self._on_break: list[Callable[[StageflowError], None]] = []
+        self._conclusive = trio.Event()
+        self._first_sign = trio.Event()
+        self._stall: StageStalled | None = None
+        self._transport: list[tuple[int | None, Exception]] = []
+        self._ending = False
+        """The stages have been told to end, or made to: a connection that closes is no sign any more."""
+        self._forced = False
+        """Signals are being sent: a process that ends is no sign any more."""
+
+    def on_break(self, callback: Callable[[StageflowError], None]) -> None:
+        """Call ``callback(failure)`` when the pipeline breaks; at once if it is broken."""
+        if self.failure is not None:
+            callback(self.failure)
+        else:
+            self._on_break.append(callback)
+
+    # ---- signs ------------------------------------------------------------------------------------------------------------
+
+    def said(self, rank: int, frame: Any) -> None:
+        """A rank said something on its up pipe."""
+        one = self.ranks[rank]
+        match frame:
+            case Hello():
+                self._advance(one, Event.HELLO)
+            case Phase(name=name):
+                self._advance(one, Event(name))
+            case Ready(info=info):
+                one.info = info
+                self._advance(one, Event.READY)
+                if all(other.state is State.SERVING for other in self.ranks):
+                    self.all_ready.set()
+            case Bye():
+                self._advance(one, Event.BYE)
+            case Fatal(report=report):
+                one.report = report
+                one.died_in = one.died_in or one.state
+                self._advance(one, Event.FATAL)
+                self._sign(conclusive=not report.transport)
+            case _:
+                self.transport_failed(rank, ProtocolError(f"unknown frame {type(frame).__name__}"))
+
+    def transport_failed(self, rank: int | None, error: Exception) -> None:
+        """A pipe or a payload broke at the controller's end."""
+        if not self._ending:
+            self._transport.append((rank, error))
+            self._sign(conclusive=False)
+
+    def _advance(self, rank: Rank, event: Event) -> None:
+        try:
+            rank.state = advance(rank.state, event)
+        except ProtocolError as error:
+            if rank.state is not State.LOST:
+                self.transport_failed(rank.info.rank, error)
+
+    def _sign(self, *, conclusive: bool) -> None:
+        self._first_sign.set()
+        if conclusive:
+            self._conclusive.set()
+
+    async def watch(self, rank: Rank) -> None:
+        """Wait for the end of one process. For the reaper nursery."""
+        await trio.lowlevel.wait_readable(rank.process.sentinel)
+        code = rank.reap()
+        rank.died_at = trio.current_time()
+        rank.died_in = rank.died_in or rank.state
+        clean = rank.state is State.LEAVING and code == 0
+        if clean:
+            self._advance(rank, Event.EXIT)
+        elif self.failure is None and not self._forced:
+            # A rank that reported before it ended has already given its sign.
+            rank.state = State.LOST
+            self._sign(conclusive=rank.report is None)
+        rank.gone.set()
+
+    async def settle(self) -> None:
+        """Wait for a first sign of a loss, choose the cause, break. For the reaper nursery."""
+        await self._first_sign.wait()
+        with trio.move_on_after(SETTLE_S):
+            await self._conclusive.wait()
+        self._break(self._choose())
+
+    def _break(self, failure: StageflowError) -> None:
+        if self.failure is not None:
+            return
+        self.failure = failure
+        self.kill_all()
+        self.broken.set()
+        for callback in self._on_break:
+            callback(failure)
+
+    def kill_all(self) -> None:
+        """SIGKILL to every rank: from here on, a process that ends is no sign of anything."""
+        self._ending = self._forced = True
+        for rank in self.ranks:
+            rank.kill()
+
+    # ---- the cause --------------------------------------------------------------------------------------------------------
+
+    def _choose(self) -> StageflowError:
+        died = [rank for rank in self.ranks if rank.exitcode is not None and rank.state is State.LOST and rank.report is None]
+        died.sort(key=lambda rank: (signal_name(rank.exitcode or 0) is None, rank.died_at))
+        reported = [(rank, rank.report) for rank in self.ranks if rank.report is not None]
+        reported.sort(key=lambda pair: (pair[1].transport, pair[1].monotonic_ns))
+        candidates = [self._death(rank) for rank in died]
+        candidates += [self._fatal(rank, report) for rank, report in reported if not report.transport]
+        candidates += [self._stall] if self._stall is not None else []
+        candidates += [self._fatal(rank, report) for rank, report in reported if report.transport]
+        candidates += [self._broken_transport(rank, error) for rank, error in self._transport]
+        cause = candidates[0]
+        cause.secondary = tuple(candidates[1:])
+        return cause
+
+    def _facts(self, rank: Rank) -> dict[str, Any]:
+        state = rank.died_in or rank.state
+        return {"stage_index": rank.info.stage_index, "tp_index": rank.info.tp_index, "rank": rank.info.rank, "phase": state.value}
+
+    def _kind(self, rank: Rank, after_launch: type[StageflowError]) -> type[StageflowError]:
+        early = not self.launched or (rank.died_in or rank.state) in STARTING_UP
+        return LaunchError if early else after_launch
+
+    def _death(self, rank: Rank) -> StageflowError:
+        code = rank.exitcode if rank.exitcode is not None else 255
+        name = signal_name(code)
+        progress = self._board.read(rank.info.rank)
+        facts = self._facts(rank)
+        how = f"was killed by {name}" if name else f"exited with code {code}"
+        where = f" at micro-batch {progress.seq}" if progress.seq is not None else ""
+        text = f"{rank.label} (rank {rank.info.rank}, pid {rank.process.pid}) {how} in phase {facts['phase']!r}{where}"
+        if name == "SIGKILL":
+            text += "; SIGKILL that nobody sent by hand is most often the kernel's out-of-memory killer (look at dmesg)"
+        elif code == 0:
+            text += "; a stage that ends by itself, also by sys.exit(), is lost to the pipeline"
+        return self._kind(rank, StageDied)(
+            text, **facts, seq=progress.seq, exitcode=code, signal=name, stderr_tail=self._output.stderr_tail(rank.info.rank)
+        )
+
+    def _fatal(self, rank: Rank, report: Report) -> StageflowError:
+        facts = self._facts(rank) | {"phase": report.phase}
+        what = "lost its connection" if report.transport else f"raised {report.remote_type}"
+        return self._kind(rank, PipelineBroken)(
+            f"{rank.label} {what} in phase {report.phase!r}: {report.text}",
+            **facts,
+            seq=report.seq,
+            remote_type=report.remote_type,
+            remote_traceback=report.traceback,
+        )
+
+    def _broken_transport(self, rank: int | None, error: Exception) -> StageflowError:
+        place = self.ranks[-1 if rank is None else rank]
+        kind = self._kind(place, PipelineBroken)
+        return kind(f"the connection between the controller and {place.label} broke: {error}", **self._facts(place))
+
+    def launch_timed_out(self) -> LaunchError:
+        """The error for a start that took too long: it names the rank that is furthest behind."""
+        late = min((rank for rank in self.ranks), key=lambda rank: list(State).index(rank.state))
+        return LaunchError(
+            f"{late.label} is still in phase {late.state.value!r} after start_timeout={self._plan.start_timeout:g} s. "
+            "Give it longer by start_timeout, if it needs to load much",
+            **self._facts(late),
+            stderr_tail=self._output.stderr_tail(late.info.rank),
+        )
+
+    # ---- stalls -----------------------------------------------------------------------------------------------------------
+
+    async def watch_stalls(self, has_work: Callable[[], bool]) -> None:
+        """Break the pipeline when no rank has got on with anything for ``stall_timeout`` while work is assigned.
+
+        Judged by what ranks write into shared memory, never by when results arrive here, and only over time in which this
+        loop ran: a body that blocks the loop raises no false stall.
+        """
+        timeout = self._plan.stall_timeout
+        if timeout == math.inf:
+            return
+        period = min(1.0, timeout / 4)
+        marks: object = None
+        looked = quiet_since = trio.current_time()
+        while True:
+            await trio.sleep(period)
+            now = trio.current_time()
+            seen = [self._board.read(rank.info.rank) for rank in self.ranks]
+            new_marks = [progress.mark for progress in seen]
+            if new_marks != marks or not has_work() or now - looked > 2 * period + 0.1:
+                quiet_since = now
+            marks, looked = new_marks, now
+            if now - quiet_since >= timeout:
+                await self._declare_stall(seen)
+                return
+
+    async def _declare_stall(self, seen: Sequence[RankProgress]) -> None:
+        for rank in self.ranks:
+            rank.kill(signals.SIGUSR1)
+        await trio.sleep(min(STACKS_S, self._plan.stall_timeout))
+        stacks = {rank.info.rank: self._read_stacks(rank) for rank in self.ranks}
+        at = _stalled_rank(seen)
+        rank, progress = self.ranks[at], seen[at]
+        since = (time.monotonic_ns() - progress.since_ns) / 1e9
+        seq = f" micro-batch {progress.seq}" if progress.seq is not None else ""
+        self._stall = StageStalled(
+            f"{rank.label} (rank {at}) made no progress for {since:.1f} s, {progress.activity.name.lower()}{seq} "
+            f"(stall_timeout={self._plan.stall_timeout:g} s)",
+            **self._facts(rank),
+            seq=progress.seq,
+            stacks=stacks,
+        )
+        self._sign(conclusive=True)
+
+    def _read_stacks(self, rank: Rank) -> str:
+        try:
+            return (self._directory / f"stacks.{rank.info.rank}").read_text(errors="replace")
+        except OSError:
+            return ""
+
+    # ---- the end ----------------------------------------------------------------------------------------------------------
+
+    async def shut_down(self, send_end_of_stream: Callable[[], None]) -> bool:
+        """End every process, in bounded time. Shielded; a Ctrl-C meanwhile kills at once.
+
+        Returns:
+            Whether there was a Ctrl-C.
+        """
+        interrupted = False
+
+        async def kill_on_interrupt(task_status: trio.TaskStatus[None]) -> None:
+            nonlocal interrupted
+            with trio.open_signal_receiver(signals.SIGINT) as interrupts:
+                task_status.started()
+                async for _ in interrupts:
+                    interrupted = True
+                    self.kill_all()
+
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as nursery:
+                if threading.current_thread() is threading.main_thread():
+                    await nursery.start(kill_on_interrupt)
+                await self._ladder(send_end_of_stream)
+                nursery.cancel_scope.cancel()
+        return interrupted
+
+    async def _ladder(self, send_end_of_stream: Callable[[], None]) -> None:
+        if self.failure is None and self.launched:
+            send_end_of_stream()
+            with trio.move_on_after(self._plan.shutdown_timeout):
+                await self._all_gone_or_broken()
+            self._ending = True
+            if self.failure is None and (late := self._alive()):
+                self._forced = True
+                logger.warning(
+                    "%s did not end within shutdown_timeout=%g s and will be terminated",
+                    ", ".join(rank.label for rank in late),
+                    self._plan.shutdown_timeout,
+                )
+                await self._signal_and_wait(signals.SIGTERM, TERMINATE_S)
+        self._ending = True
+        await self._signal_and_wait(signals.SIGKILL, REAP_S)
+        for rank in self._alive():
+            warnings.warn(
+                f"{rank.label}, pid {rank.process.pid}, is still there {REAP_S:g} s after SIGKILL: it hangs in the kernel",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _alive(self) -> list[Rank]:
+        return [rank for rank in self.ranks if not rank.gone.is_set()]
+
+    async def _all_gone_or_broken(self) -> None:
+        async with trio.open_nursery() as nursery:
+
+            async def stop_when_broken() -> None:
+                await self.broken.wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(stop_when_broken)
+            for rank in self.ranks:
+                await rank.gone.wait()
+            nursery.cancel_scope.cancel()
+        # A loss in these last moments is still settling.
+        if self._first_sign.is_set():
+            await self.broken.wait()
+
+    async def _signal_and_wait(self, signal: int, seconds: float) -> None:
+        if not (alive := self._alive()):
+            return
+        for rank in alive:
+            rank.kill(signal)
+        with trio.move_on_after(seconds):
+            for rank in alive:
+                await rank.gone.wait()
+
+
+def _stalled_rank(seen: Sequence[RankProgress]) -> int:
+    """The rank that the others wait for: at work for longest; else the first that is behind the one before it."""
+    at_work = [rank for rank, progress in enumerate(seen) if progress.activity is not Activity.WAITING]
+    if at_work:
+        return min(at_work, key=lambda rank: seen[rank].since_ns)
+    handled = [math.inf, *(progress.handled for progress in seen)]
+    return next((rank for rank in range(len(seen)) if handled[rank + 1] < handled[rank]), 0)
