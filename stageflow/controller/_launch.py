@@ -166,7 +166,7 @@ async def _supervised(plan: Plan, directory: Path) -> AsyncIterator[Pipeline]:
                     finally:
                         services.stop()
                         service_nursery.cancel_scope.cancel()
-            reaper.cancel_scope.cancel()
+                        supervisor.stop_watching()
     finally:
         _close_all(started, services, board)
     failure = supervisor.failure
@@ -204,6 +204,7 @@ class _Services:
             warm=supervisor.warm.set,
             call=self.pipe._call_answered,
             said=supervisor.said,
+            silent=supervisor.heard_all,
             transport=supervisor.transport_failed,
         )
         self.reader = Reader([rank.up for rank in started.ranks], listener)
@@ -301,6 +302,7 @@ def _close_all(started: Started, services: _Services, board: ProgressBoard) -> N
             rank.reap()
     started.output.stop()
     services.reader.close()
+    services.writer.close()
     for rank in started.ranks:
         rank.close()
     started.header_in.close()

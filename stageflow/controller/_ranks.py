@@ -63,6 +63,8 @@ class Rank:
     """The state it was in then."""
     report: Report | None = None
     """What it said before it could not go on."""
+    heard: trio.Event = attrs.field(factory=trio.Event)
+    """Everything it said has been read."""
     gone: trio.Event = attrs.field(factory=trio.Event)
 
     @property

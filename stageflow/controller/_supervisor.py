@@ -69,6 +69,7 @@ class Supervisor:
         self._first_sign = trio.Event()
         self._stall: StageStalled | None = None
         self._transport: list[tuple[int | None, Exception]] = []
+        self._watches: list[trio.CancelScope] = []
         self._ending = False
         """The stages have been told to end, or made to: a connection that closes is no sign any more."""
         self._forced = False
@@ -126,8 +127,17 @@ class Supervisor:
 
     async def watch(self, rank: Rank) -> None:
         """Wait for the end of one process. For the reaper nursery."""
-        await trio.lowlevel.wait_readable(rank.process.sentinel)
-        code = rank.reap()
+        # Shielded: a cancelled block still has to know when its processes are gone. `stop_watching` ends it.
+        with trio.CancelScope(shield=True) as scope:
+            self._watches.append(scope)
+            await trio.lowlevel.wait_readable(rank.process.sentinel)
+            code = rank.reap()
+            if code >= 0:  # it ended by itself: it may have said why, or goodbye, and that is still being read
+                with trio.move_on_after(SETTLE_S):
+                    await rank.heard.wait()
+            self._ended(rank, code)
+
+    def _ended(self, rank: Rank, code: int) -> None:
         rank.died_at = trio.current_time()
         rank.died_in = rank.died_in or rank.state
         clean = rank.state is State.LEAVING and code == 0
@@ -141,10 +151,21 @@ class Supervisor:
 
     async def settle(self) -> None:
         """Wait for a first sign of a loss, choose the cause, break. For the reaper nursery."""
-        await self._first_sign.wait()
-        with trio.move_on_after(SETTLE_S):
-            await self._conclusive.wait()
-        self._break(self._choose())
+        with trio.CancelScope(shield=True) as scope:
+            self._watches.append(scope)
+            await self._first_sign.wait()
+            with trio.move_on_after(SETTLE_S):
+                await self._conclusive.wait()
+            self._break(self._choose())
+
+    def stop_watching(self) -> None:
+        """End the tasks of the reaper nursery: nothing is left to watch, or it can't be ended."""
+        for scope in self._watches:
+            scope.cancel()
+
+    def heard_all(self, rank: int) -> None:
+        """The rank's up pipe has been read to its end."""
+        self.ranks[rank].heard.set()
 
     def _break(self, failure: StageflowError) -> None:
         if self.failure is not None:

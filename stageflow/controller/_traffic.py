@@ -56,6 +56,8 @@ class Listener:
     """(call_id, rank, value, report, what unpickling raised): a rank has run a call."""
     said: Callable[[int, Any], None]
     """(rank, frame): any other frame on an up pipe."""
+    silent: Callable[[int], None]
+    """(rank): its up pipe has come to its end."""
     transport: Callable[[int | None, Exception], None]
     """(rank, or None for the ring, the error): a pipe or a payload broke."""
 
@@ -81,7 +83,9 @@ class Reader:
         os.write(self._wake_write, b"q")
 
     def close(self) -> None:
-        """Close the wake pipe, after the thread has ended."""
+        """Close the edge and the wake pipe, after the thread has ended."""
+        if self._receiver is not None:
+            self._receiver.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -111,7 +115,8 @@ class Reader:
         try:
             frame = decode(up.recv_bytes())
         except (EOFError, OSError):
-            return False  # the process has ended: its sentinel says so
+            self._tell(self._to.silent, rank)  # the process has ended, or is about to: its sentinel says so
+            return False
         except Exception as error:
             self._tell(self._to.transport, rank, error)
             return False
@@ -184,6 +189,11 @@ class Writer:
     def stop(self) -> None:
         """End the thread, after what has been put."""
         self._outbox.put(None)
+
+    def close(self) -> None:
+        """Close the edge, after the thread has ended."""
+        if self._sender is not None:
+            self._sender.close()
 
     def run(self) -> None:
         """Write until told to stop."""

@@ -206,7 +206,7 @@ class _Reporter:
             shown = error.__traceback__
             while shown is not None and shown.tb_next is not None and shown.tb_frame.f_code.co_filename == __file__:
                 shown = shown.tb_next
-            lines = "".join(traceback.format_exception(kind, error.with_traceback(shown)))
+            lines = "".join(traceback.format_exception(error.with_traceback(shown)))
         except Exception:
             lines = "".join(traceback.format_tb(error.__traceback__)) + name
         return Report(

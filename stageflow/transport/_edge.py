@@ -105,8 +105,9 @@ class EdgeSender:
             raise TransportError(str(error)) from error
 
     def close(self) -> None:
-        """Close the header pipe. The group ends with the process, or with its last reference."""
+        """Close the header pipe and the group. Nothing may be on its way."""
         self._header.close()
+        self._group.close()
 
 
 class EdgeReceiver:
@@ -167,8 +168,9 @@ class EdgeReceiver:
         return wires, []
 
     def close(self) -> None:
-        """Close the header pipe."""
+        """Close the header pipe and the group. Nothing may be on its way."""
         self._header.close()
+        self._group.close()
 
 
 def _announce(frame: RingFrame, values: Sequence[Packed | None]) -> tuple[RingFrame, list[Tensor]]:

@@ -21,8 +21,9 @@ import ctypes
 import io
 import math
 import pickle
-from collections import Counter
-from collections.abc import Sequence
+import types
+from collections import ChainMap, Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -116,7 +117,19 @@ class _PlainPickler(pickle.Pickler):
         raise _NotPlain
 
 
+def _code_reduce(code: types.CodeType) -> tuple[Any, ...]:
+    # cloudpickle leaves the file name out; a remote traceback without the user's own lines would be worth little.
+    make, fields, *_ = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    return _make_code, (make, fields, code.co_filename)
+
+
+def _make_code(make: Callable[..., types.CodeType], fields: tuple[Any, ...], filename: str) -> types.CodeType:
+    return make(*fields).replace(co_filename=filename)
+
+
 class _CloudPickler(cloudpickle.Pickler):
+    dispatch_table = ChainMap({types.CodeType: _code_reduce}, *cloudpickle.Pickler.dispatch_table.maps)
+
     def __init__(self, file: io.BytesIO, collector: _Collector) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._collector = collector
