@@ -47,7 +47,5 @@ __all__ = [
 ]
 
 # Errors, docs and tracebacks show the public names.
-for _name in __all__:
-    if not _name.startswith("_"):
-        globals()[_name].__module__ = __name__
-del _name
+for _public in (value for name, value in list(globals().items()) if name in __all__ and isinstance(value, type)):
+    _public.__module__ = __name__

@@ -125,7 +125,7 @@ class Report:
     """Whether it came from the transport: then it is an echo of somebody else's death, if there is one."""
 
 
-# ---- the ring: its values are announced by the edge that sends it, and None until then -----------------------------------------------------------------------------------------------------------
+# ---- the ring: its values are announced by the edge that sends it, and None until then ----------------------------------
 
 
 @attrs.frozen
@@ -168,7 +168,7 @@ class EndOfStream:
 
 RingFrame = MicroBatch | Failed | Call | Warmup | EndOfStream
 
-# ---- up: rank → controller ------------------------------------------------------------------------------------------------
+# ---- up: rank → controller ----------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -216,7 +216,7 @@ class Bye:
 
 UpFrame = Hello | Phase | Ready | CallPart | Fatal | Bye
 
-# ---- with the process itself -----------------------------------------------------------------------------------------------
+# ---- with the process itself --------------------------------------------------------------------------------------------
 
 
 @attrs.frozen(kw_only=True)
@@ -241,7 +241,7 @@ class Door:
     """Shared memory with the tensors of the model's piece."""
 
 
-# ---- down: controller → rank ----------------------------------------------------------------------------------------------
+# ---- down: controller → rank --------------------------------------------------------------------------------------------
 
 
 @attrs.frozen

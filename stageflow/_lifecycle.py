@@ -7,8 +7,8 @@ Rules of this file:
 * ``RUNNING`` states are those in which the process must be alive; that it ended in one of them is a death.
 * Add a phase of the start: here, and where the stage says it (``stage/_main.py``).
 
-    starting ── hello ──▶ joining ──▶ importing ──▶ building ──▶ warming up ── ready ──▶ serving ── bye ──▶ leaving ── exit 0 ──▶ gone
-        └───────────┴──────────┴── fatal or exit: LaunchError ──┴───────────┘     └── fatal or exit: PipelineBroken
+    starting ─hello─▶ joining ──▶ importing ──▶ building ──▶ warming up ─ready─▶ serving ─bye─▶ leaving ─exit 0─▶ gone
+        └─────────────┴──── fatal or exit: LaunchError ──────────┘                  └── fatal or exit: PipelineBroken
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class PipelineBroken(StageflowError):
 
 
 class StageDied(PipelineBroken):
-    """A stage process ended that should not have: by a signal, by ``os._exit``, by ``sys.exit``, or by a broken transport."""
+    """A stage process ended that should not have: by a signal, by ``os._exit``, by ``sys.exit``, or with no goodbye."""
 
 
 class StageStalled(PipelineBroken):

@@ -1,10 +1,13 @@
 """The parent side: everything of a pipeline that lives in the user's process. The only place that runs Trio.
 
-    _pipeline.py     the public face
+Roof to ground:
+
     _launch.py       the nesting: reaper, services, body; start and end
+    _pipeline.py     the public face
     _supervisor.py   who is alive, what is the cause when one isn't, and the end of all
     _ranks.py        one stage process as its parent sees it; starting them
     _process.py      the start itself, without the user's ``__main__``
+    _ledger.py       what is in flight, and who waits for it
     _traffic.py      the reader thread and the writer thread
     _window.py       the slots
     _tickets.py      one submitted micro-batch

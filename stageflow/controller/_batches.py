@@ -29,7 +29,9 @@ def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> list[t
     for name, value in [*((f"args[{at}]", arg) for at, arg in enumerate(args)), *kwargs.items()]:
         _map(value, lambda tensor, name=name: sizes.setdefault(name, tensor.shape[0]) if tensor.dim() else 0)
     if not sizes:
-        raise ValueError("run_batch splits tensors on dim 0: found no tensor with a dimension in args and kwargs. Use pipe(...)")
+        raise ValueError(
+            "run_batch splits tensors on dim 0: found no tensor with a dimension in args and kwargs. Use pipe(...)"
+        )
     if len(set(sizes.values())) > 1:
         raise ValueError(
             f"run_batch splits every tensor on dim 0, so these must be equal: found {sizes}. "
@@ -64,7 +66,9 @@ def join_batch(values: Sequence[Any]) -> Any:
         return first
     if isinstance(first, Tensor):
         if first.dim() == 0:
-            raise ValueError("run_batch joins results on dim 0, and a result is a 0-d tensor. Use pipe.map and join them yourself")
+            raise ValueError(
+                "run_batch joins results on dim 0, and a result is a 0-d tensor. Use pipe.map and join them yourself"
+            )
         return torch.cat(list(values))
     families = [_children(value) for value in values]
     if any(type(value) is not type(first) for value in values) or len({len(children) for children in families}) > 1:
@@ -96,8 +100,10 @@ def _rebuild(value: Any, children: list[Any]) -> Any:
             return dataclasses.replace(value, **dict(zip(names, children, strict=True)))
     if isinstance(value, Mapping):
         mapping: Any = cast("Mapping[Any, Any]", value)
-        return type(mapping)(**dict(zip(mapping, children, strict=True))) if _is_output(mapping) else type(mapping)(
-            zip(mapping, children, strict=True)
+        return (
+            type(mapping)(**dict(zip(mapping, children, strict=True)))
+            if _is_output(mapping)
+            else type(mapping)(zip(mapping, children, strict=True))
         )
     return value
 

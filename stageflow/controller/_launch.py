@@ -6,15 +6,16 @@ Rules of this file, from outside in:
 * A service nursery: reader, writer, watches. Its tasks live until the body has ended, whatever cancels the block.
 * The user's body, in a cancel scope of its own, which a break cancels.
 
-What comes out: an error of the body alone is that very exception; a broken pipeline is one ``PipelineBroken`` (or, before the
-body, ``LaunchError``), raised from what the body raised; ``Cancelled``, ``KeyboardInterrupt`` and ``SystemExit`` are untouched.
+What comes out: an error of the body alone is that very exception; a broken pipeline is one ``PipelineBroken`` (or, before
+the body, ``LaunchError``), raised from what the body raised; ``Cancelled``, ``KeyboardInterrupt`` and ``SystemExit`` are
+untouched.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -25,19 +26,19 @@ import torch
 import tricycle
 import trio
 
-from stageflow._frames import EndOfStream, StageInfo, Warmup
+from stageflow._frames import StageInfo
 from stageflow._lifecycle import State
+from stageflow.controller._ledger import Ledger
 from stageflow.controller._pipeline import MADE_BY_LAUNCH, Pipeline
 from stageflow.controller._places import choose_backend, choose_devices, choose_threads
 from stageflow.controller._process import choose_start_method
 from stageflow.controller._ranks import Plan, Rank, Started, hand_over, start_ranks
 from stageflow.controller._supervisor import Supervisor
 from stageflow.controller._traffic import Listener, Reader, Writer
-from stageflow.controller._window import Window
 from stageflow.errors import LaunchError
 from stageflow.observe import ProgressBoard
 from stageflow.partition import cut
-from stageflow.transport import AbortableStore, EdgeReceiver, EdgeSender, edge_name, join_edge, pack
+from stageflow.transport import AbortableStore, EdgeReceiver, EdgeSender, edge_name, join_edge
 
 _CPU = torch.device("cpu")
 
@@ -122,7 +123,7 @@ class Launch(AbstractAsyncContextManager[Pipeline]):
 
 
 @asynccontextmanager
-async def _run(plan: Plan) -> AsyncIterator[Pipeline]:
+async def _run(plan: Plan) -> AsyncGenerator[Pipeline]:
     directory = Path(tempfile.mkdtemp(prefix="stageflow-"))  # only this user may enter it
     try:
         async with _supervised(plan, directory) as pipe:
@@ -132,12 +133,11 @@ async def _run(plan: Plan) -> AsyncIterator[Pipeline]:
 
 
 @asynccontextmanager
-async def _supervised(plan: Plan, directory: Path) -> AsyncIterator[Pipeline]:
+async def _supervised(plan: Plan, directory: Path) -> AsyncGenerator[Pipeline]:
     board = ProgressBoard(directory / "progress", len(plan.infos), create=True)
     started = await _start(plan, directory)
     supervisor = Supervisor(plan, started.ranks, started.output, board, directory)
     services = _Services(plan, started, supervisor, board)
-    pipe = services.pipe
     error: BaseException | None = None
     try:
         async with trio.open_nursery() as reaper:
@@ -153,15 +153,15 @@ async def _supervised(plan: Plan, directory: Path) -> AsyncIterator[Pipeline]:
                         try:
                             with trio.CancelScope() as body:
                                 supervisor.on_break(lambda _failure: body.cancel())
-                                yield pipe
+                                yield services.pipe
                         except trio.Cancelled:
                             raise
                         except BaseException as raised:
                             error = raised
                 finally:
-                    pipe._close(lambda: trio.ClosedResourceError("this pipeline's block has ended"))
+                    services.ledger.close(lambda: trio.ClosedResourceError("this pipeline's block has ended"))
                     try:
-                        if await supervisor.shut_down(lambda: services.writer.put(EndOfStream())):
+                        if await supervisor.shut_down(services.ledger.send_end_of_stream):
                             error = error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
                     finally:
                         services.stop()
@@ -173,7 +173,7 @@ async def _supervised(plan: Plan, directory: Path) -> AsyncIterator[Pipeline]:
     if failure is None or isinstance(error, (KeyboardInterrupt, SystemExit)):
         if error is not None:
             raise error
-    elif type(error) is type(failure) and str(error) == str(failure):
+    elif error is not None and type(error) is type(failure) and str(error) == str(failure):
         raise error  # a waiter's own copy of it, which shows the user's line that waited
     else:
         raise failure from error
@@ -194,28 +194,27 @@ class _Services:
         self.started = started
         self.supervisor = supervisor
         self.writer = Writer(supervisor.transport_failed)
-        self.pipe = Pipeline(
-            made_by=MADE_BY_LAUNCH, window=Window(plan.window), writer=self.writer, ranks=started.ranks, board=board
-        )
+        self.ledger = Ledger(plan.window, self.writer)
+        self.pipe = Pipeline(made_by=MADE_BY_LAUNCH, ledger=self.ledger, ranks=started.ranks, board=board)
         listener = Listener(
-            result=self.pipe._result,
-            unreadable=self.pipe._unreadable,
-            failed=self.pipe._stage_failed,
+            result=self.ledger.result,
+            unreadable=self.ledger.unreadable,
+            failed=self.ledger.stage_failed,
             warm=supervisor.warm.set,
-            call=self.pipe._call_answered,
+            call=self.ledger.call_answered,
             said=supervisor.said,
             silent=supervisor.heard_all,
             transport=supervisor.transport_failed,
         )
         self.reader = Reader([rank.up for rank in started.ranks], listener)
-        supervisor.on_break(lambda failure: self.pipe._close(failure.copy))
+        supervisor.on_break(lambda failure: self.ledger.close(failure.copy))
 
     def start(self, nursery: trio.Nursery) -> None:
         for run in (self.reader.run, self.writer.run):
             # A limiter of its own for each, so that nobody's other threads can starve it.
             nursery.start_soon(partial(trio.to_thread.run_sync, run, limiter=trio.CapacityLimiter(1)))
-        nursery.start_soon(self.supervisor.watch_stalls, self.pipe._has_work)
-        nursery.start_soon(self.pipe._watch_window)
+        nursery.start_soon(self.supervisor.watch_stalls, self.ledger.has_work)
+        nursery.start_soon(self.ledger.watch_window)
 
     def stop(self) -> None:
         """End the threads. The stages have ended, so neither is blocked in anything but its own queue."""
@@ -227,8 +226,8 @@ async def _become_ready(services: _Services, directory: Path) -> BaseException |
     """Hand the model over, join the ring, send the warm-up round it, wait for all ranks.
 
     Returns:
-        What went wrong here rather than in a stage: an error of pickling the model, a time-out, a Ctrl-C. What went wrong in a
-        stage is the supervisor's failure.
+        What went wrong here rather than in a stage: an error of pickling the model, a time-out, a Ctrl-C. What went wrong
+        in a stage is the supervisor's failure.
     """
     plan, started, supervisor = services.plan, services.started, services.supervisor
     store = AbortableStore(directory / "store")
@@ -249,7 +248,7 @@ async def _become_ready(services: _Services, directory: Path) -> BaseException |
             if not store.aborted:
                 supervisor.transport_failed(None, error)
         else:
-            services.writer.put(Warmup(), pack(torch.empty(1, dtype=torch.uint8)))
+            services.ledger.send_warmup()
 
     async def give(rank: Rank) -> None:
         nonlocal problem

@@ -11,7 +11,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Any, final
@@ -41,6 +41,11 @@ class Results:
         self._receive = receive
         self._end: _End | None = None
 
+    @property
+    def ended(self) -> bool:
+        """Whether the end of the source has been reached by iterating."""
+        return self._end is not None
+
     def __aiter__(self) -> Results:
         return self
 
@@ -62,7 +67,7 @@ class MapContext(AbstractAsyncContextManager[Results]):
     """What ``pipe.map(...)`` returns: enter it with ``async with`` to get the results."""
 
     def __init__(self, submit: Callable[[Any], Awaitable[Ticket]], source: Source) -> None:
-        if not isinstance(source, (Iterable, AsyncIterable)):
+        if not isinstance(source, (Iterable, AsyncIterable)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"map takes an iterable or an async iterable of inputs: found {type(source).__name__}")
         self._context = _run(submit, source)
 
@@ -83,7 +88,7 @@ class MapContext(AbstractAsyncContextManager[Results]):
 
 
 @asynccontextmanager
-async def _run(submit: Callable[[Any], Awaitable[Ticket]], source: Source) -> AsyncIterator[Results]:
+async def _run(submit: Callable[[Any], Awaitable[Ticket]], source: Source) -> AsyncGenerator[Results]:
     # No bound on the channel: each ticket in it holds a slot of the window, which is the bound.
     send, receive = trio.open_memory_channel[Ticket | _End](float("inf"))
     end: _End | None = None
@@ -122,5 +127,5 @@ async def _run(submit: Callable[[Any], Awaitable[Ticket]], source: Source) -> As
         receive.close()  # lets go of the tickets nobody came for
     if body_error is not None:
         raise body_error
-    if end is not None and end.error is not None and results._end is None:  # pyright: ignore[reportPrivateUsage]
+    if end is not None and end.error is not None and not results.ended:
         raise end.error

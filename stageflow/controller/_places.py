@@ -38,7 +38,7 @@ def choose_devices(devices: str | Sequence[str | torch.device], ranks: int) -> t
         chosen = tuple(str(device) for device in devices)
     if len(chosen) != ranks:
         raise ValueError(
-            f"devices names one device for each rank: found {len(chosen)}, needed {ranks} (pp × tp). Give {ranks}, or one string"
+            f"devices names one device for each rank: found {len(chosen)}, needed {ranks}. Give {ranks}, or one string"
         )
     return tuple(_checked(device) for device in chosen)
 
@@ -75,7 +75,9 @@ def choose_backend(backend: str, devices: Sequence[str]) -> str:
             "Change devices, or use backend='auto'"
         )
     if backend == "auto" and on_gpu and not own_gpu:
-        logger.info("several ranks share a GPU: payloads go by gloo through pinned host memory (NCCL needs a GPU for each rank)")
+        logger.info(
+            "several ranks share a GPU: payloads go by gloo through pinned host memory (NCCL needs a GPU for each rank)"
+        )
     return "nccl" if own_gpu and backend != "gloo" else "gloo"
 
 

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
-import multiprocessing.context
 import multiprocessing.resource_tracker
 import multiprocessing.spawn
 import os
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from stageflow._frames import Door
@@ -55,10 +55,10 @@ def choose_start_method(start_method: str | None) -> str:
     return start_method
 
 
-def start_process(start_method: str, name: str, door: Door) -> multiprocessing.process.BaseProcess:
+def start_process(start_method: str, name: str, door: Door) -> BaseProcess:
     """Start one stage process. Blocks until it has been forked or spawned, not until it runs."""
-    context = multiprocessing.get_context(start_method)
-    process: Any = context.Process(target=importlib.import_module(STAGE_MODULE).main, args=(door,), name=name)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
+    context: Any = multiprocessing.get_context(start_method)
+    process = context.Process(target=importlib.import_module(STAGE_MODULE).main, args=(door,), name=name)
     # The tracker, started lazily by the first spawn, would unblock SIGINT in this thread.
     multiprocessing.resource_tracker.ensure_running()
     with _start_lock, _main_left_alone():
@@ -76,7 +76,7 @@ def start_process(start_method: str, name: str, door: Door) -> multiprocessing.p
 
 
 @contextmanager
-def _main_left_alone() -> Iterator[None]:
+def _main_left_alone() -> Generator[None]:
     original = multiprocessing.spawn.get_preparation_data
     ours = threading.get_ident()
 

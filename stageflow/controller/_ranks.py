@@ -183,4 +183,3 @@ def signal_name(exitcode: int) -> str | None:
         return signals.Signals(-exitcode).name
     except ValueError:
         return f"signal {-exitcode}"
-

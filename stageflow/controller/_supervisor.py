@@ -29,7 +29,7 @@ from stageflow._frames import Bye, Fatal, Hello, Phase, Ready, Report
 from stageflow._lifecycle import STARTING_UP, Event, ProtocolError, State, advance
 from stageflow.controller._output import Output
 from stageflow.controller._ranks import Plan, Rank, signal_name
-from stageflow.errors import LaunchError, PipelineBroken, StageDied, StageError, StageflowError, StageStalled
+from stageflow.errors import LaunchError, PipelineBroken, StageDied, StageflowError, StageStalled
 from stageflow.observe import Activity, ProgressBoard, RankProgress
 
 logger = logging.getLogger("stageflow")
@@ -82,7 +82,7 @@ class Supervisor:
         else:
             self._on_break.append(callback)
 
-    # ---- signs ------------------------------------------------------------------------------------------------------------
+    # ---- signs ----------------------------------------------------------------------------------------------------------
 
     def said(self, rank: int, frame: Any) -> None:
         """A rank said something on its up pipe."""
@@ -182,10 +182,12 @@ class Supervisor:
         for rank in self.ranks:
             rank.kill()
 
-    # ---- the cause --------------------------------------------------------------------------------------------------------
+    # ---- the cause ------------------------------------------------------------------------------------------------------
 
     def _choose(self) -> StageflowError:
-        died = [rank for rank in self.ranks if rank.exitcode is not None and rank.state is State.LOST and rank.report is None]
+        died = [
+            rank for rank in self.ranks if rank.exitcode is not None and rank.state is State.LOST and rank.report is None
+        ]
         died.sort(key=lambda rank: (signal_name(rank.exitcode or 0) is None, rank.died_at))
         reported = [(rank, rank.report) for rank in self.ranks if rank.report is not None]
         reported.sort(key=lambda pair: (pair[1].transport, pair[1].monotonic_ns))
@@ -200,7 +202,12 @@ class Supervisor:
 
     def _facts(self, rank: Rank) -> dict[str, Any]:
         state = rank.died_in or rank.state
-        return {"stage_index": rank.info.stage_index, "tp_index": rank.info.tp_index, "rank": rank.info.rank, "phase": state.value}
+        return {
+            "stage_index": rank.info.stage_index,
+            "tp_index": rank.info.tp_index,
+            "rank": rank.info.rank,
+            "phase": state.value,
+        }
 
     def _kind(self, rank: Rank, after_launch: type[StageflowError]) -> type[StageflowError]:
         early = not self.launched or (rank.died_in or rank.state) in STARTING_UP
@@ -218,12 +225,11 @@ class Supervisor:
             text += "; SIGKILL that nobody sent by hand is most often the kernel's out-of-memory killer (look at dmesg)"
         elif code == 0:
             text += "; a stage that ends by itself, also by sys.exit(), is lost to the pipeline"
-        return self._kind(rank, StageDied)(
-            text, **facts, seq=progress.seq, exitcode=code, signal=name, stderr_tail=self._output.stderr_tail(rank.info.rank)
-        )
+        facts |= {"seq": progress.seq, "exitcode": code, "signal": name}
+        return self._kind(rank, StageDied)(text, **facts, stderr_tail=self._output.stderr_tail(rank.info.rank))
 
     def _fatal(self, rank: Rank, report: Report) -> StageflowError:
-        facts = self._facts(rank) | {"phase": report.phase}
+        facts: dict[str, Any] = self._facts(rank) | {"phase": report.phase}
         what = "lost its connection" if report.transport else f"raised {report.remote_type}"
         return self._kind(rank, PipelineBroken)(
             f"{rank.label} {what} in phase {report.phase!r}: {report.text}",
@@ -248,7 +254,7 @@ class Supervisor:
             stderr_tail=self._output.stderr_tail(late.info.rank),
         )
 
-    # ---- stalls -----------------------------------------------------------------------------------------------------------
+    # ---- stalls ---------------------------------------------------------------------------------------------------------
 
     async def watch_stalls(self, has_work: Callable[[], bool]) -> None:
         """Break the pipeline when no rank has got on with anything for ``stall_timeout`` while work is assigned.
@@ -298,7 +304,7 @@ class Supervisor:
         except OSError:
             return ""
 
-    # ---- the end ----------------------------------------------------------------------------------------------------------
+    # ---- the end --------------------------------------------------------------------------------------------------------
 
     async def shut_down(self, send_end_of_stream: Callable[[], None]) -> bool:
         """End every process, in bounded time. Shielded; a Ctrl-C meanwhile kills at once.

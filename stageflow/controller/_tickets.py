@@ -10,6 +10,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator
 from typing import Any, final
 
@@ -81,10 +82,10 @@ class Entry:
 class Ticket:
     """The claim to one result. Made by ``pipe.submit`` and ``pipe.submit_nowait``.
 
-    ``await ticket`` waits for the result and returns it, or raises ``StageError`` if a stage raised for it, or what broke the
-    pipeline. It may be awaited again once it is done. If the wait is cancelled, the micro-batch is not recalled: its result is
-    dropped when it arrives, and the ticket is void. A ticket that is let go without being awaited gives its slot of the
-    window back in the same way.
+    ``await ticket`` waits for the result and returns it, or raises ``StageError`` if a stage raised for it, or what broke
+    the pipeline. It may be awaited again once it is done. If the wait is cancelled, the micro-batch is not recalled: its
+    result is dropped when it arrives, and the ticket is void. A ticket that is let go without being awaited gives its slot
+    of the window back in the same way.
     """
 
     __slots__ = ("__weakref__", "_entry", "_token")
@@ -102,6 +103,10 @@ class Ticket:
     def done(self) -> bool:
         """Whether the result is here, so that awaiting it will not wait."""
         return self._entry.arrived.is_set()
+
+    def owned_by(self, task: trio.lowlevel.Task) -> None:
+        """Note the task that holds this ticket, so that it can be told if it waits for itself."""
+        self._entry.owner = task
 
     def __await__(self) -> Generator[Any, Any, Any]:
         return self._wait().__await__()
@@ -128,10 +133,8 @@ class Ticket:
     def __del__(self) -> None:
         entry = self._entry
         if not entry.taken and not entry.dropped:
-            try:
+            with contextlib.suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(entry.drop)
-            except trio.RunFinishedError:
-                pass
 
     def __repr__(self) -> str:
         entry = self._entry

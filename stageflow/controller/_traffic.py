@@ -12,6 +12,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import select
@@ -34,10 +35,8 @@ class Courier:
         self._token = trio.lowlevel.current_trio_token()
 
     def __call__(self, fn: Callable[..., object], *args: Any) -> None:
-        try:
+        with contextlib.suppress(trio.RunFinishedError):
             self._token.run_sync_soon(fn, *args)
-        except trio.RunFinishedError:
-            pass
 
 
 @attrs.frozen
@@ -212,4 +211,3 @@ class Writer:
             return
         while self._outbox.get() is not None:  # broken: swallow the rest, so that nothing is kept alive
             pass
-

@@ -1,5 +1,7 @@
 """What can be seen of a running pipeline without asking it.
 
+The rooms:
+
     _progress.py     what a rank says of itself, through shared memory
     _statistics.py   the same, for people
 
@@ -9,4 +11,12 @@ Sits under `stage` and `controller`, since the one writes it and the other reads
 from stageflow.observe._progress import Activity, ProgressBoard, ProgressWriter, RankProgress
 from stageflow.observe._statistics import StageStatistics, Statistics, stage_statistics
 
-__all__ = ["Activity", "ProgressBoard", "ProgressWriter", "RankProgress", "StageStatistics", "Statistics", "stage_statistics"]
+__all__ = [
+    "Activity",
+    "ProgressBoard",
+    "ProgressWriter",
+    "RankProgress",
+    "StageStatistics",
+    "Statistics",
+    "stage_statistics",
+]

@@ -41,8 +41,8 @@ def arm(*, death: Connection, stdout: Connection, stderr: Connection, stacks: Pa
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _redirect(stdout, 1)
     _redirect(stderr, 2)
-    sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 - the process's
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 - the process's
     faulthandler.enable(file=2)
     stacks_fd = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)

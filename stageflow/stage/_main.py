@@ -15,15 +15,15 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -42,9 +42,7 @@ from stageflow._frames import (
     MicroBatch,
     Phase,
     Ready,
-    Report,
     RingFrame,
-    StageInfo,
     UpFrame,
     Warmup,
     decode,
@@ -53,6 +51,7 @@ from stageflow._frames import (
 from stageflow._lifecycle import Event
 from stageflow.observe import Activity, ProgressBoard, ProgressWriter
 from stageflow.stage._guard import arm
+from stageflow.stage._report import Reporter
 from stageflow.stage._stage import Stage
 from stageflow.transport import (
     AbortableStore,
@@ -74,9 +73,6 @@ from stageflow.transport import (
 _PART = 32 * 1024
 """Bytes of a call's result per frame on the up pipe: half a pipe's buffer."""
 
-_TEXT_LIMIT = 8 * 1024
-"""Bytes of a report's traceback, and a quarter of that for its message: a report always fits a frame."""
-
 
 def main(door: Door) -> None:
     """The life of a stage process."""
@@ -85,7 +81,7 @@ def main(door: Door) -> None:
     try:
         up.send(Hello(os.getpid()))
         build: Build = decode(door.down.recv_bytes())
-        reporter = _Reporter(build.info)
+        reporter = Reporter(build.info)
         try:
             receiver, sender = _join_edges(door, build)
             stage = _build(door, build, up, reporter)
@@ -98,8 +94,10 @@ def main(door: Door) -> None:
             _wait_for_the_end(door.down)
         up.send(Bye())
         _exit(0)
-    except SystemExit as ending:
-        _exit(ending.code if isinstance(ending.code, int) else 0 if ending.code is None else 1)
+    except SystemExit as ending:  # as the interpreter itself would end
+        if ending.code is not None and not isinstance(ending.code, int):
+            print(ending.code, file=sys.stderr)
+        _exit(ending.code if isinstance(ending.code, int) else int(ending.code is not None))
     except OSError:  # the up pipe or the down pipe is closed: the controller is gone, or going
         _exit(1)
     except BaseException:
@@ -108,11 +106,9 @@ def main(door: Door) -> None:
 
 
 def _wait_for_the_end(down: Connection) -> None:
-    """After a fatal report: stay until the controller has read it and ends this process. Bounded by the controller's life."""
-    try:
+    """After a fatal report: stay until the controller has read it and ends this process, or is gone itself."""
+    with contextlib.suppress(EOFError, OSError):
         down.recv_bytes()
-    except (EOFError, OSError):
-        pass
     _exit(1)
 
 
@@ -120,10 +116,8 @@ def _exit(code: int) -> None:
     # Not by returning: threads blocked in gloo can't be joined, and an interpreter that takes itself apart under them may
     # crash. multiprocessing ends its forked children in the same way.
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            pass
     os._exit(code)
 
 
@@ -151,15 +145,25 @@ def _join_edges(door: Door, build: Build) -> tuple[EdgeReceiver, EdgeSender]:
     store = AbortableStore(door.directory / "store")
     # Every rank joins the edge it receives from first: edge 0 can be joined at once, and each one frees the next.
     incoming = join_edge(
-        store, edge_name(info.stage_index, info.tp_index), 1, "gloo" if info.is_first else build.backend, device, door.join_timeout
+        store,
+        edge_name(info.stage_index, info.tp_index),
+        1,
+        "gloo" if info.is_first else build.backend,
+        device,
+        door.join_timeout,
     )
     outgoing = join_edge(
-        store, edge_name(info.stage_index + 1, info.tp_index), 0, "gloo" if info.is_last else build.backend, device, door.join_timeout
+        store,
+        edge_name(info.stage_index + 1, info.tp_index),
+        0,
+        "gloo" if info.is_last else build.backend,
+        device,
+        door.join_timeout,
     )
     return EdgeReceiver(door.header_in, incoming, pin=device.type == "cuda"), EdgeSender(door.header_out, outgoing)
 
 
-def _build(door: Door, build: Build, up: _Up, reporter: _Reporter) -> Stage:
+def _build(door: Door, build: Build, up: _Up, reporter: Reporter) -> Stage:
     info = build.info
     torch.set_num_threads(build.threads)
     torch.manual_seed(build.seed)
@@ -171,7 +175,9 @@ def _build(door: Door, build: Build, up: _Up, reporter: _Reporter) -> Stage:
     reporter.phase = "build"
     module: Any = target if isinstance(target, nn.Module) else target(info)
     if not isinstance(module, nn.Module):
-        raise TypeError(f"build(stage) must return a torch.nn.Module for stage {info.stage_index}, not {type(module).__name__}")
+        raise TypeError(
+            f"build(stage) must return a torch.nn.Module for stage {info.stage_index}, not {type(module).__name__}"
+        )
     module.to(info.device)
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values()
     info = attrs.evolve(
@@ -184,55 +190,7 @@ def _build(door: Door, build: Build, up: _Up, reporter: _Reporter) -> Stage:
     return Stage(module, info)
 
 
-# ---- reports ------------------------------------------------------------------------------------------------------------
-
-
-class _Reporter:
-    """Turns an exception into plain data. Never raises, however odd the exception."""
-
-    def __init__(self, info: StageInfo) -> None:
-        self._info = info
-        self.phase = "rendezvous"
-
-    def report(self, error: BaseException, *, seq: int | None = None, phase: str | None = None, transport: bool = False) -> Report:
-        kind = type(error)
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        try:
-            text = str(error)
-        except Exception as second:
-            text = f"<its str() raised {type(second).__name__}>"
-        try:
-            # From the first line that isn't ours: the user's own.
-            shown = error.__traceback__
-            while shown is not None and shown.tb_next is not None and shown.tb_frame.f_code.co_filename == __file__:
-                shown = shown.tb_next
-            lines = "".join(traceback.format_exception(error.with_traceback(shown)))
-        except Exception:
-            lines = "".join(traceback.format_tb(error.__traceback__)) + name
-        return Report(
-            rank=self._info.rank,
-            stage_index=self._info.stage_index,
-            tp_index=self._info.tp_index,
-            phase=phase or self.phase,
-            seq=seq,
-            remote_type=name[:256],
-            text=_cut(text, _TEXT_LIMIT // 4),
-            traceback=_cut(lines, _TEXT_LIMIT),
-            monotonic_ns=time.monotonic_ns(),
-            transport=transport,
-        )
-
-
-def _cut(text: str, limit: int) -> str:
-    """At most about ``limit`` bytes: the end of a traceback says most, its beginning the rest. Always encodable."""
-    data = text.encode("utf-8", "backslashreplace")
-    if len(data) <= limit:
-        return data.decode()
-    head, tail = data[: limit // 4], data[-limit * 3 // 4 :]
-    return f"{head.decode(errors='ignore')}\n… {len(data) - limit} bytes left out …\n{tail.decode(errors='ignore')}"
-
-
-# ---- the loop -------------------------------------------------------------------------------------------------------------
+# ---- the loop -----------------------------------------------------------------------------------------------------------
 
 
 class _Keeper:
@@ -272,7 +230,7 @@ class _Loop:
         sender: EdgeSender,
         up: _Up,
         progress: ProgressWriter,
-        reporter: _Reporter,
+        reporter: Reporter,
     ) -> None:
         self._stage = stage
         self._unpack_tuples = unpack_tuples
@@ -330,7 +288,9 @@ class _Loop:
         self._progress.enter(Activity.SENDING, seq)
         self._keeper.keep(self._sender.send(frame, values))
 
-    def _forward(self, seq: int, value: Packed, stage_kwargs: Packed | None = None) -> tuple[MicroBatch | Failed, list[Packed | None]]:
+    def _forward(
+        self, seq: int, value: Packed, stage_kwargs: Packed | None = None
+    ) -> tuple[MicroBatch | Failed, list[Packed | None]]:
         """What comes out of this stage for one micro-batch: the frame to pass on, and its values."""
         stage = self._stage
         self._progress.enter(Activity.COMPUTING, seq)
@@ -353,8 +313,8 @@ class _Loop:
         """The first stage gets the caller's arguments; a later one what the stage before returned."""
         if self._stage.is_first:
             return value
-        if self._unpack_tuples and type(value) is tuple:
-            return value, {}
+        if self._unpack_tuples and type(value) is tuple:  # not a named one, which is a value of its own
+            return cast("tuple[Any, ...]", value), {}
         return (value,), {}
 
     def _call(self, call_id: int, value: Packed) -> None:
@@ -368,4 +328,3 @@ class _Loop:
             failed, result = True, encode(self._reporter.report(error, phase="call"))
         parts = [result[at : at + _PART] for at in range(0, len(result), _PART)]
         self._up.send(*(CallPart(call_id, len(result), failed, part) for part in parts))
-

@@ -1,17 +1,20 @@
 """Edges of the ring: a header pipe for frames, a process group of two for payloads; and taking values apart for travel.
 
+The rooms:
+
     _packing.py   any Python value ↔ a pickle with its tensors taken out, and the tensors as flat bytes
     _groups.py    the process group of an edge
     _edge.py      the two ends of an edge
     _memory.py    a model's tensors by shared memory, once, at the start
 """
 
-from stageflow.transport._edge import Arrival, EdgeReceiver, EdgeSender, Sent, TransportError
-from stageflow.transport._groups import AbortableStore, edge_name, join_edge
+from stageflow.transport._edge import Arrival, EdgeReceiver, EdgeSender, Sent
+from stageflow.transport._groups import AbortableStore, TransportError, edge_name, join_edge
 from stageflow.transport._memory import open_memory, read_tensors, write_tensors
-from stageflow.transport._packing import Packed, from_bytes, pack, put_together, take_apart, to_bytes, unpack
+from stageflow.transport._packing import SMALL, Packed, from_bytes, pack, put_together, take_apart, to_bytes, unpack
 
 __all__ = [
+    "SMALL",
     "AbortableStore",
     "Arrival",
     "EdgeReceiver",

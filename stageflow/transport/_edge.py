@@ -34,12 +34,8 @@ from stageflow._frames import (
     decode,
     encode,
 )
-from stageflow.transport._groups import FOREVER, EdgeGroup
+from stageflow.transport._groups import FOREVER, EdgeGroup, TransportError
 from stageflow.transport._packing import Packed, host_bytes, wire_sizes
-
-
-class TransportError(Exception):
-    """An edge is broken: the peer is gone, or what came is not what was announced. Never the user's fault."""
 
 
 @attrs.frozen
@@ -138,7 +134,9 @@ class EdgeReceiver:
             return Arrival(frame, [self._collect(announcement) for announcement in _announced(frame)])
         except TransportError:
             raise
-        except Exception as error:  # gloo and NCCL raise RuntimeError; a payload too large for memory, MemoryError or another
+        except (
+            Exception
+        ) as error:  # gloo and NCCL raise RuntimeError; a payload too large for memory, MemoryError or another
             raise TransportError(f"{type(error).__name__}: {error}") from error
 
     def _collect(self, announcement: Announcement) -> Packed:
@@ -159,7 +157,9 @@ class EdgeReceiver:
 
     def _receive_wires(self, sizes: Sequence[int]) -> tuple[list[Tensor], list[Any]]:
         device = self._group.wire_device
-        wires = [torch.empty(n, dtype=torch.uint8, device=device or "cpu", pin_memory=self._pin and device is None) for n in sizes]
+        wires = [
+            torch.empty(n, dtype=torch.uint8, device=device or "cpu", pin_memory=self._pin and device is None) for n in sizes
+        ]
         works = [self._group.receive(wire) for wire in wires]
         if self._group.backend == "nccl":
             return wires, works  # the compute thread makes its stream wait for them
@@ -175,8 +175,7 @@ class EdgeReceiver:
 
 def _announce(frame: RingFrame, values: Sequence[Packed | None]) -> tuple[RingFrame, list[Tensor]]:
     """The frame with its values announced, and the wires that must follow it."""
-    # Budgets of the frame, not of each value. The warm-up carries nothing inline, so that it proves the group.
-    room = 0 if isinstance(frame, Warmup) else INLINE_LIMIT
+    room = INLINE_LIMIT  # budgets of the frame, not of each value
     text = DESCRIPTION_LIMIT
     announcements: list[Announcement | None] = []
     wires: list[Tensor] = []

@@ -30,7 +30,11 @@ FOREVER = timedelta(days=365)
 _POLL_S = 0.001
 
 
-class JoinAborted(Exception):
+class TransportError(Exception):
+    """An edge is broken: the peer is gone, or what came is not what was announced. Never the user's fault."""
+
+
+class JoinAborted(TransportError):
     """The other side won't come: the launch is being given up."""
 
 
@@ -86,7 +90,7 @@ class EdgeGroup:
     """A process group of two, seen from one of its ends."""
 
     def __init__(self, group: Any, member: int, backend: str, device: torch.device) -> None:
-        self._group = group
+        self._group: Any = group
         self._peer = 1 - member
         self.backend = backend
         self.wire_device: torch.device | None = device if backend == "nccl" else None
@@ -117,8 +121,15 @@ def join_edge(store: dist.Store, name: str, member: int, backend: str, device: t
         timeout: seconds to wait for the other end.
 
     Raises:
-        RuntimeError: the other end did not come, or the store was aborted.
+        TransportError: the other end did not come, or the store was aborted.
     """
+    try:
+        return _join(store, name, member, backend, device, timeout)
+    except RuntimeError as error:
+        raise TransportError(f"{name} could not be joined: {error}") from error
+
+
+def _join(store: dist.Store, name: str, member: int, backend: str, device: torch.device, timeout: float) -> EdgeGroup:
     prefixed = dist.PrefixStore(name, store)
     limit = timedelta(seconds=timeout)
     if backend == "nccl":

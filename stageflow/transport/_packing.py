@@ -24,7 +24,7 @@ import pickle
 import types
 from collections import ChainMap, Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import cloudpickle
@@ -37,10 +37,7 @@ SMALL = 16 * 1024
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this, in a wire and in shared memory: what torch's own allocator gives."""
 
-DTYPES = sorted(
-    {d for d in vars(torch).values() if isinstance(d, torch.dtype)},
-    key=str,
-)
+DTYPES: list[torch.dtype] = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 CODE_OF_DTYPE = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 TensorSpec = tuple[int, tuple[int, ...], tuple[int, ...] | None]
@@ -57,6 +54,11 @@ class Packed:
     """Flat uint8 tensors: the small tensors together (if any), then each large one."""
     pending: list[Any] = attrs.field(factory=list[Any])
     """Works to wait for before the wires may be read: receives that a device is still carrying out."""
+
+    @classmethod
+    def of_bytes(cls, nbytes: int) -> Packed:
+        """A payload of so many bytes and no meaning: what the warm-up sends."""
+        return pack(torch.zeros(nbytes, dtype=torch.uint8))
 
     @property
     def nbytes(self) -> int:
@@ -117,9 +119,12 @@ class _PlainPickler(pickle.Pickler):
         raise _NotPlain
 
 
+_cloudpickle_table: Any = cloudpickle.Pickler.dispatch_table
+
+
 def _code_reduce(code: types.CodeType) -> tuple[Any, ...]:
     # cloudpickle leaves the file name out; a remote traceback without the user's own lines would be worth little.
-    make, fields, *_ = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    make, fields, *_ = _cloudpickle_table[types.CodeType](code)
     return _make_code, (make, fields, code.co_filename)
 
 
@@ -128,7 +133,7 @@ def _make_code(make: Callable[..., types.CodeType], fields: tuple[Any, ...], fil
 
 
 class _CloudPickler(cloudpickle.Pickler):
-    dispatch_table = ChainMap({types.CodeType: _code_reduce}, *cloudpickle.Pickler.dispatch_table.maps)
+    dispatch_table: ClassVar[Any] = ChainMap({types.CodeType: _code_reduce}, *_cloudpickle_table.maps)
 
     def __init__(self, file: io.BytesIO, collector: _Collector) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -244,7 +249,7 @@ def _layout(specs: Sequence[TensorSpec]) -> tuple[list[int | None], int]:
     return offsets, end
 
 
-# ---- putting together -----------------------------------------------------------------------------------------------------
+# ---- putting together ---------------------------------------------------------------------------------------------------
 
 
 class _Unpickler(pickle.Unpickler):
@@ -282,7 +287,8 @@ def unpack(packed: Packed, device: torch.device | None = None) -> Any:
     for work in packed.pending:
         work.wait()
     packed.pending.clear()
-    skeleton, specs = pickle.loads(packed.description)
+    description: tuple[bytes, Sequence[TensorSpec]] = pickle.loads(packed.description)
+    skeleton, specs = description
     offsets, small_nbytes = _layout(specs)
     wires = iter(packed.wires)
     small = next(wires) if small_nbytes else torch.empty(0, dtype=torch.uint8)
@@ -300,7 +306,7 @@ def unpack(packed: Packed, device: torch.device | None = None) -> Any:
     return put_together(skeleton, tensors)
 
 
-# ---- as one run of bytes, for pipes ---------------------------------------------------------------------------------------
+# ---- as one run of bytes, for pipes -------------------------------------------------------------------------------------
 
 
 def to_bytes(packed: Packed) -> bytes:
