@@ -116,6 +116,9 @@ class Launch(AbstractAsyncContextManager[Pipeline]):
     def _misuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise TypeError("a pipeline lives in a block:  async with Pipeline.launch(model, pp=4) as pipe: ...")
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"no {name!r} before its block: async with Pipeline.launch(model, pp=4) as pipe: pipe.{name}")
+
     __await__ = __call__ = __enter__ = _misuse
 
     def __exit__(self, *_: Any) -> None:  # only so that a plain `with` gets to __enter__ and its sentence

@@ -12,9 +12,9 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from types import TracebackType
-from typing import Any, final
+from typing import Any, cast, final
 
 import trio
 
@@ -97,7 +97,11 @@ async def _run(submit: Callable[[Any], Awaitable[Ticket]], source: Source) -> As
         nonlocal end
         error: Exception | None = None
         try:
-            if isinstance(source, AsyncIterable):
+            if isinstance(source, AsyncGenerator):
+                async with aclosing(cast("AsyncGenerator[Any]", source)):  # nobody else will, if the block is left before its end
+                    async for item in source:
+                        send.send_nowait(await submit(item))
+            elif isinstance(source, AsyncIterable):
                 async for item in source:
                     send.send_nowait(await submit(item))
             else:

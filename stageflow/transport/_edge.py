@@ -34,7 +34,7 @@ from stageflow._frames import (
     decode,
     encode,
 )
-from stageflow.transport._groups import FOREVER, EdgeGroup, TransportError
+from stageflow.transport._groups import EdgeGroup, TransportError
 from stageflow.transport._packing import Packed, host_bytes, wire_sizes
 
 
@@ -42,7 +42,9 @@ from stageflow.transport._packing import Packed, host_bytes, wire_sizes
 class Sent:
     """Payloads on their way: alive until ``wait`` returns."""
 
+    group: EdgeGroup
     works: list[tuple[Any, Tensor]]
+    """Each with the wire that it reads."""
 
     def wait(self) -> None:
         """Block until the peer has everything.
@@ -52,7 +54,7 @@ class Sent:
         """
         try:
             for work, _wire in self.works:
-                work.wait(FOREVER)
+                self.group.wait(work)
         except RuntimeError as error:
             raise TransportError(str(error)) from error
 
@@ -96,7 +98,7 @@ class EdgeSender:
                 return None
             if self.wire_device is not None:
                 wires = [wire.to(self.wire_device) for wire in wires]
-            return Sent([(self._group.send(wire), wire) for wire in wires])
+            return Sent(self._group, [(self._group.send(wire), wire) for wire in wires])
         except (OSError, RuntimeError) as error:
             raise TransportError(str(error)) from error
 
@@ -144,7 +146,7 @@ class EdgeReceiver:
         if isinstance(description, int):
             [text], pending = self._receive_wires([description])
             for work in pending:
-                work.wait()
+                self._group.wait(work)
             description = host_bytes(text.cpu())
         sizes = wire_sizes(description)
         if announcement.inline is not None:
@@ -161,10 +163,10 @@ class EdgeReceiver:
             torch.empty(n, dtype=torch.uint8, device=device or "cpu", pin_memory=self._pin and device is None) for n in sizes
         ]
         works = [self._group.receive(wire) for wire in wires]
-        if self._group.backend == "nccl":
-            return wires, works  # the compute thread makes its stream wait for them
+        if device is not None:
+            return wires, works  # not waited for here: the compute thread makes its stream wait for them
         for work in works:
-            work.wait(FOREVER)
+            self._group.wait(work)
         return wires, []
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ class EdgeGroup:
     def __init__(self, group: Any, member: int, backend: str, device: torch.device) -> None:
         self._group: Any = group
         self._peer = 1 - member
-        self.backend = backend
+        self._waiting: torch.cuda.Stream | None = None
         self.wire_device: torch.device | None = device if backend == "nccl" else None
         """Where payloads must lie: the GPU for NCCL, host memory (None) for gloo."""
 
@@ -103,6 +103,24 @@ class EdgeGroup:
     def receive(self, wire: Tensor) -> Any:
         """Begin to receive into ``wire``; returns the work."""
         return self._group.recv([wire], self._peer, 0)
+
+    def wait(self, work: Any) -> None:
+        """Block this thread, not the GIL and not the compute stream, until a work is done.
+
+        Raises:
+            RuntimeError: the peer is gone.
+        """
+        if self.wire_device is None:
+            work.wait(FOREVER)
+            return
+        # A NCCL work's own wait only makes the current stream wait, so that is one that nobody computes on.
+        if self._waiting is None:
+            self._waiting = torch.cuda.Stream(self.wire_device)
+        with torch.cuda.stream(self._waiting):
+            work.wait()
+            arrived = torch.cuda.Event(blocking=True)
+            arrived.record()
+        arrived.synchronize()
 
     def close(self) -> None:
         """Let go of the group: its sockets and threads end here, not when the garbage collector comes by."""
