@@ -38,7 +38,7 @@ from stageflow.controller._traffic import Listener, Reader, Writer
 from stageflow.errors import LaunchError
 from stageflow.observe import ProgressBoard
 from stageflow.partition import cut
-from stageflow.transport import AbortableStore, EdgeReceiver, EdgeSender, edge_name, join_edge
+from stageflow.transport import EdgeReceiver, EdgeSender, Rendezvous
 
 _CPU = torch.device("cpu")
 
@@ -233,14 +233,13 @@ async def _become_ready(services: _Services, directory: Path) -> BaseException |
         in a stage is the supervisor's failure.
     """
     plan, started, supervisor = services.plan, services.started, services.supervisor
-    store = AbortableStore(directory / "store")
-    limit = min(plan.start_timeout, 86400.0)
+    place = Rendezvous(directory, plan.start_timeout)
     problem: BaseException | None = None
     ready = False
 
     def join() -> None:
-        outgoing = join_edge(store, edge_name(0, 0), 0, "gloo", _CPU, limit)
-        incoming = join_edge(store, edge_name(len(started.ranks), 0), 1, "gloo", _CPU, limit)
+        outgoing = place.join(0, 0, 0, "gloo", _CPU)
+        incoming = place.join(len(started.ranks), 0, 1, "gloo", _CPU)
         services.writer.attach(EdgeSender(started.header_out, outgoing))
         services.reader.attach(EdgeReceiver(started.header_in, incoming))
 
@@ -248,7 +247,7 @@ async def _become_ready(services: _Services, directory: Path) -> BaseException |
         try:
             await trio.to_thread.run_sync(join, limiter=trio.CapacityLimiter(1))
         except Exception as error:
-            if not store.aborted:
+            if not place.aborted:
                 supervisor.transport_failed(None, error)
         else:
             services.ledger.send_warmup()
@@ -264,12 +263,12 @@ async def _become_ready(services: _Services, directory: Path) -> BaseException |
             trying.cancel()
 
     async def unblock() -> None:
-        # The threads above can only be ended from outside: by the store, and by the death of who should read.
+        # The threads above can only be ended from outside: by the rendezvous, and by the death of who should read.
         try:
             await trio.sleep_forever()
         finally:
             if not ready:
-                store.abort()
+                place.abort()
                 supervisor.kill_all()
 
     trying = trio.CancelScope()

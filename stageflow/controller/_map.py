@@ -98,7 +98,9 @@ async def _run(submit: Callable[[Any], Awaitable[Ticket]], source: Source) -> As
         error: Exception | None = None
         try:
             if isinstance(source, AsyncGenerator):
-                async with aclosing(cast("AsyncGenerator[Any]", source)):  # nobody else will, if the block is left before its end
+                async with aclosing(
+                    cast("AsyncGenerator[Any]", source)
+                ):  # nobody else will, if the block is left before its end
                     async for item in source:
                         send.send_nowait(await submit(item))
             elif isinstance(source, AsyncIterable):

@@ -124,7 +124,7 @@ def start_ranks(plan: Plan, directory: Path) -> Started:
                 rank=info.rank,
                 ranks=count,
                 directory=directory,
-                join_timeout=min(plan.start_timeout, 86400.0),
+                join_timeout=plan.start_timeout,
                 header_in=headers[info.stage_index][0],
                 header_out=headers[info.stage_index + 1][1],
                 down=down_r,

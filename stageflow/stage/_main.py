@@ -54,15 +54,13 @@ from stageflow.stage._guard import arm
 from stageflow.stage._report import Reporter
 from stageflow.stage._stage import Stage
 from stageflow.transport import (
-    AbortableStore,
     Arrival,
     EdgeReceiver,
     EdgeSender,
     Packed,
+    Rendezvous,
     Sent,
     TransportError,
-    edge_name,
-    join_edge,
     pack,
     put_together,
     read_tensors,
@@ -142,24 +140,10 @@ def _join_edges(door: Door, build: Build) -> tuple[EdgeReceiver, EdgeSender]:
     device = torch.device(info.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = AbortableStore(door.directory / "store")
+    place = Rendezvous(door.directory, door.join_timeout)
     # Every rank joins the edge it receives from first: edge 0 can be joined at once, and each one frees the next.
-    incoming = join_edge(
-        store,
-        edge_name(info.stage_index, info.tp_index),
-        1,
-        "gloo" if info.is_first else build.backend,
-        device,
-        door.join_timeout,
-    )
-    outgoing = join_edge(
-        store,
-        edge_name(info.stage_index + 1, info.tp_index),
-        0,
-        "gloo" if info.is_last else build.backend,
-        device,
-        door.join_timeout,
-    )
+    incoming = place.join(info.stage_index, info.tp_index, 1, "gloo" if info.is_first else build.backend, device)
+    outgoing = place.join(info.stage_index + 1, info.tp_index, 0, "gloo" if info.is_last else build.backend, device)
     return EdgeReceiver(door.header_in, incoming, pin=device.type == "cuda"), EdgeSender(door.header_out, outgoing)
 
 

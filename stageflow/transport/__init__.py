@@ -9,22 +9,20 @@ The rooms:
 """
 
 from stageflow.transport._edge import Arrival, EdgeReceiver, EdgeSender, Sent
-from stageflow.transport._groups import AbortableStore, TransportError, edge_name, join_edge
+from stageflow.transport._groups import Rendezvous, TransportError
 from stageflow.transport._memory import open_memory, read_tensors, write_tensors
 from stageflow.transport._packing import SMALL, Packed, from_bytes, pack, put_together, take_apart, to_bytes, unpack
 
 __all__ = [
     "SMALL",
-    "AbortableStore",
     "Arrival",
     "EdgeReceiver",
     "EdgeSender",
     "Packed",
+    "Rendezvous",
     "Sent",
     "TransportError",
-    "edge_name",
     "from_bytes",
-    "join_edge",
     "open_memory",
     "pack",
     "put_together",

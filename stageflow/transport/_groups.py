@@ -5,8 +5,8 @@ Rules of this file:
 * No group here is torch's default group, on either side: the user's own ``init_process_group`` is left alone.
 * Rendezvous is by a file in a private directory; every socket is on loopback. A host name that doesn't resolve, or no
   network at all, changes nothing.
-* Joining has a bound, and the controller can give it up at once (``AbortableStore``): a peer that died while joining must
-  not hold the report of its death.
+* Joining has a bound, and can be given up at once (``Rendezvous.abort``): a peer that died while joining must not hold up
+  the report of its death.
 * An operation, once joined, has no timeout of its own: a gloo wait that times out closes its connection for good. Stalls
   are judged by the controller, and a blocked operation ends when its peer's process does.
 """
@@ -81,11 +81,6 @@ class AbortableStore(dist.Store):
                 raise JoinAborted
 
 
-def edge_name(source: int, tp_index: int) -> str:
-    """The name of the edge that leaves place ``source`` (0: the controller, k: stage k-1) for its successor."""
-    return f"edge{source}.{tp_index}"
-
-
 class EdgeGroup:
     """A process group of two, seen from one of its ends."""
 
@@ -127,37 +122,57 @@ class EdgeGroup:
         self._group = None
 
 
-def join_edge(store: dist.Store, name: str, member: int, backend: str, device: torch.device, timeout: float) -> EdgeGroup:
-    """Join the group of an edge. Blocks until the other end joins too.
+class Rendezvous:
+    """The pipeline's private meeting place, from one process's side: where it joins the edges that it is an end of."""
 
-    Args:
-        store: a store of the pipeline's private directory.
-        name: the edge, from ``edge_name``.
-        member: 0 for the sending end, 1 for the receiving end.
-        backend: ``"gloo"`` or ``"nccl"``.
-        device: this end's device; NCCL needs a CUDA device of this rank's own.
-        timeout: seconds to wait for the other end.
+    def __init__(self, directory: Path, timeout: float) -> None:
+        """Args: the pipeline's directory; the seconds to wait for the other end of an edge."""
+        gloo: Any = dist.ProcessGroupGloo
+        self._store = AbortableStore(directory / "store")
+        self._timeout = timedelta(seconds=min(timeout, 86400.0))
+        # One for all edges of this process: each has a thread that looks around every 10 ms, also when idle.
+        self._loopback = gloo.create_device(hostname="127.0.0.1")
 
-    Raises:
-        TransportError: the other end did not come, or the store was aborted.
-    """
-    try:
-        return _join(store, name, member, backend, device, timeout)
-    except RuntimeError as error:
-        raise TransportError(f"{name} could not be joined: {error}") from error
+    def abort(self) -> None:
+        """Let every ``join`` raise, now and from now on. From any thread."""
+        self._store.abort()
 
+    @property
+    def aborted(self) -> bool:
+        """Whether ``abort`` was called."""
+        return self._store.aborted
 
-def _join(store: dist.Store, name: str, member: int, backend: str, device: torch.device, timeout: float) -> EdgeGroup:
-    prefixed = dist.PrefixStore(name, store)
-    limit = timedelta(seconds=timeout)
-    if backend == "nccl":
+    def join(self, source: int, tp_index: int, member: int, backend: str, device: torch.device) -> EdgeGroup:
+        """Join the group of an edge. Blocks until the other end joins too.
+
+        Args:
+            source: the place that the edge leaves: 0 for the controller, k for stage k - 1.
+            tp_index: the place in the stages that it connects.
+            member: 0 for the sending end, 1 for the receiving end.
+            backend: ``"gloo"`` or ``"nccl"``.
+            device: this end's device; NCCL needs a CUDA device of this rank's own.
+
+        Raises:
+            TransportError: the other end did not come, or the rendezvous was aborted.
+        """
+        name = f"edge{source}.{tp_index}"
+        store = dist.PrefixStore(name, self._store)
+        try:
+            group = self._nccl(store, member) if backend == "nccl" else self._gloo(store, member)
+        except RuntimeError as error:
+            raise TransportError(f"{name} could not be joined: {error}") from error
+        return EdgeGroup(group, member, backend, device)
+
+    def _gloo(self, store: dist.Store, member: int) -> Any:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [self._loopback]
+        options._timeout = self._timeout
+        options._threads = 1
+        return gloo(store, member, 2, options)
+
+    def _nccl(self, store: dist.Store, member: int) -> Any:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER  # pyright: ignore[reportPrivateUsage]
-        return EdgeGroup(dist.ProcessGroupNCCL(prefixed, member, 2, options), member, backend, device)
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    options._timeout = limit
-    options._threads = 1
-    return EdgeGroup(gloo(prefixed, member, 2, options), member, backend, device)
+        return dist.ProcessGroupNCCL(store, member, 2, options)
