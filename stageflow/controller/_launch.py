@@ -17,7 +17,6 @@ import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, final
@@ -41,6 +40,9 @@ from stageflow.partition import cut
 from stageflow.transport import EdgeReceiver, EdgeSender, Rendezvous
 
 _CPU = torch.device("cpu")
+
+THREADS_S = 10.0
+"""For reader and writer to end when every stage has: only a stage that hangs in the kernel can hold them up."""
 
 
 def make_plan(
@@ -167,7 +169,7 @@ async def _supervised(plan: Plan, directory: Path) -> AsyncGenerator[Pipeline]:
                         if await supervisor.shut_down(services.ledger.send_end_of_stream):
                             error = error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
                     finally:
-                        services.stop()
+                        await services.stop()
                         service_nursery.cancel_scope.cancel()
                         supervisor.stop_watching()
     finally:
@@ -210,19 +212,30 @@ class _Services:
             transport=supervisor.transport_failed,
         )
         self.reader = Reader([rank.up for rank in started.ranks], listener)
+        self._ended: dict[Reader | Writer, trio.Event] = {self.reader: trio.Event(), self.writer: trio.Event()}
         supervisor.on_break(lambda failure: self.ledger.close(failure.copy))
 
     def start(self, nursery: trio.Nursery) -> None:
-        for run in (self.reader.run, self.writer.run):
-            # A limiter of its own for each, so that nobody's other threads can starve it.
-            nursery.start_soon(partial(trio.to_thread.run_sync, run, limiter=trio.CapacityLimiter(1)))
+        for thread in (self.reader, self.writer):
+            nursery.start_soon(self._run, thread)
         nursery.start_soon(self.supervisor.watch_stalls, self.ledger.has_work)
         nursery.start_soon(self.ledger.watch_window)
 
-    def stop(self) -> None:
+    async def _run(self, thread: Reader | Writer) -> None:
+        # A limiter of its own for each, so that nobody's other threads can starve it. Left behind only if `stop` has waited
+        # for it in vain.
+        try:
+            await trio.to_thread.run_sync(thread.run, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
+        finally:
+            self._ended[thread].set()
+
+    async def stop(self) -> None:
         """End the threads. The stages have ended, so neither is blocked in anything but its own queue."""
         self.writer.stop()
         self.reader.stop()
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + THREADS_S):
+            for ended in self._ended.values():
+                await ended.wait()
 
 
 async def _become_ready(services: _Services, directory: Path) -> BaseException | None:

@@ -89,7 +89,7 @@ class Rank:
         """Close the parent's ends. The up pipe is the reader's until that has ended."""
         for connection in (self.down, self.up, self.death, self.memory):
             connection.close()
-        if self.exitcode is not None:
+        with contextlib.suppress(ValueError):  # one that hangs in the kernel can't be closed
             self.process.close()
 
 
