@@ -136,7 +136,7 @@ class Reader:
         problem: Exception | None = None
         try:
             if part.failed:
-                report = decode(bytes(whole))
+                report = decode(bytes(whole)).report
             else:
                 value = unpack(from_bytes(whole))
         except Exception as error:

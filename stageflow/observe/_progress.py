@@ -35,16 +35,10 @@ class Activity(IntEnum):
     ENDING = 5
 
 
-class _Field(IntEnum):
-    ACTIVITY = 0
-    SEQ = 1  # plus one, so that 0 is none
-    SINCE = 2
-    DONE = 3
-    FAILED = 4
-    PASSED = 5
-    FIRST = 6  # start of the first micro-batch
-    LAST = 7  # end of the newest one
-    SUM = 8  # one sum of nanoseconds per activity: SUM + activity
+# The fields of a slot.
+_ACTIVITY, _SEQ, _SINCE, _DONE, _FAILED, _PASSED, _FIRST, _LAST, _SUM = range(9)
+# _SEQ is plus one, so that 0 is none. _FIRST is the start of the first micro-batch, _LAST the end of the newest.
+# _SUM + activity is the sum of nanoseconds spent in it.
 
 
 @attrs.frozen
@@ -88,15 +82,15 @@ class ProgressBoard:
         """What ``rank`` says of itself now."""
         f = self._fields[rank * _FIELDS : (rank + 1) * _FIELDS].tolist()
         return RankProgress(
-            activity=Activity(f[_Field.ACTIVITY]),
-            seq=f[_Field.SEQ] - 1 if f[_Field.SEQ] else None,
-            since_ns=f[_Field.SINCE],
-            done=f[_Field.DONE],
-            failed=f[_Field.FAILED],
-            passed=f[_Field.PASSED],
-            first_ns=f[_Field.FIRST],
-            last_ns=f[_Field.LAST],
-            spent_ns={activity: f[_Field.SUM + activity] for activity in Activity},
+            activity=Activity(f[_ACTIVITY]),
+            seq=f[_SEQ] - 1 if f[_SEQ] else None,
+            since_ns=f[_SINCE],
+            done=f[_DONE],
+            failed=f[_FAILED],
+            passed=f[_PASSED],
+            first_ns=f[_FIRST],
+            last_ns=f[_LAST],
+            spent_ns={activity: f[_SUM + activity] for activity in Activity},
         )
 
     def writer(self, rank: int) -> ProgressWriter:
@@ -118,19 +112,19 @@ class ProgressWriter:
     def enter(self, activity: Activity, seq: int | None = None) -> None:
         """The rank turns to another activity."""
         f, now = self._fields, time.monotonic_ns()
-        if f[_Field.FIRST]:
-            f[_Field.SUM + f[_Field.ACTIVITY]] += now - f[_Field.SINCE]
+        if f[_FIRST]:
+            f[_SUM + f[_ACTIVITY]] += now - f[_SINCE]
         elif activity is Activity.COMPUTING:
-            f[_Field.FIRST] = now
-        f[_Field.ACTIVITY] = activity
-        f[_Field.SEQ] = 0 if seq is None else seq + 1
-        f[_Field.SINCE] = now
+            f[_FIRST] = now
+        f[_ACTIVITY] = activity
+        f[_SEQ] = 0 if seq is None else seq + 1
+        f[_SINCE] = now
 
     def finished(self, *, failed: bool) -> None:
         """A micro-batch is through, well or not."""
-        self._fields[_Field.FAILED if failed else _Field.DONE] += 1
-        self._fields[_Field.LAST] = time.monotonic_ns()
+        self._fields[_FAILED if failed else _DONE] += 1
+        self._fields[_LAST] = time.monotonic_ns()
 
     def passed(self) -> None:
         """A micro-batch that failed before is handed on."""
-        self._fields[_Field.PASSED] += 1
+        self._fields[_PASSED] += 1

@@ -309,6 +309,6 @@ class _Loop:
             with torch.inference_mode():
                 result = to_bytes(pack(fn(self._stage, *args)))
         except Exception as error:
-            failed, result = True, encode(self._reporter.report(error, phase="call"))
+            failed, result = True, encode(Fatal(self._reporter.report(error, phase="call")))
         parts = [result[at : at + _PART] for at in range(0, len(result), _PART)]
         self._up.send(*(CallPart(call_id, len(result), failed, part) for part in parts))

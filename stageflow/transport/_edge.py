@@ -35,7 +35,7 @@ from stageflow._frames import (
     encode,
 )
 from stageflow.transport._groups import EdgeGroup, TransportError
-from stageflow.transport._packing import Packed, host_bytes, wire_sizes
+from stageflow.transport._packing import Packed, as_tensor, host_bytes, wire_sizes
 
 
 @attrs.frozen
@@ -142,22 +142,21 @@ class EdgeReceiver:
             raise TransportError(f"{type(error).__name__}: {error}") from error
 
     def _collect(self, announcement: Announcement) -> Packed:
-        description = announcement.description
+        description, inline = announcement
         if isinstance(description, int):
             [text], pending = self._receive_wires([description])
             for work in pending:
                 self._group.wait(work)
             description = host_bytes(text.cpu())
         sizes = wire_sizes(description)
-        if announcement.inline is not None:
-            if len(announcement.inline) != sum(sizes):
-                raise TransportError(f"{len(announcement.inline)} bytes in a frame where its specs say {sum(sizes)}")
-            data = io.BytesIO(announcement.inline)
-            return Packed(description, [torch.frombuffer(bytearray(data.read(n)), dtype=torch.uint8) for n in sizes])
-        wires, pending = self._receive_wires(sizes)
-        return Packed(description, wires, pending)
+        if inline is None:
+            return Packed(description, *self._receive_wires(sizes))
+        if len(inline) != sum(sizes):
+            raise TransportError(f"{len(inline)} bytes in a frame where its specs say {sum(sizes)}")
+        data = io.BytesIO(inline)
+        return Packed(description, [data.read(size) for size in sizes])
 
-    def _receive_wires(self, sizes: Sequence[int]) -> tuple[list[Tensor], list[Any]]:
+    def _receive_wires(self, sizes: Sequence[int]) -> tuple[list[Any], list[Any]]:
         device = self._group.wire_device
         wires = [
             torch.empty(n, dtype=torch.uint8, device=device or "cpu", pin_memory=self._pin and device is None) for n in sizes
@@ -177,8 +176,7 @@ class EdgeReceiver:
 
 def _announce(frame: RingFrame, values: Sequence[Packed | None]) -> tuple[RingFrame, list[Tensor]]:
     """The frame with its values announced, and the wires that must follow it."""
-    room = INLINE_LIMIT  # budgets of the frame, not of each value
-    text = DESCRIPTION_LIMIT
+    text, room = DESCRIPTION_LIMIT, INLINE_LIMIT  # budgets of the frame, not of each value
     announcements: list[Announcement | None] = []
     wires: list[Tensor] = []
     for packed in values:
@@ -190,22 +188,24 @@ def _announce(frame: RingFrame, values: Sequence[Packed | None]) -> tuple[RingFr
             text -= len(packed.description)
         else:
             description = len(packed.description)
-            wires.append(torch.frombuffer(bytearray(packed.description), dtype=torch.uint8))
+            wires.append(as_tensor(packed.description))
         inline: bytes | None = None
-        if packed.nbytes <= room and all(wire.device.type == "cpu" for wire in packed.wires):
-            room -= packed.nbytes
+        nbytes = sum(map(len, packed.wires))
+        if nbytes <= room and all(isinstance(wire, bytes) or wire.device.type == "cpu" for wire in packed.wires):
+            room -= nbytes
             inline = b"".join(map(host_bytes, packed.wires))
         else:
-            wires.extend(packed.wires)
-        announcements.append(Announcement(description, inline))
+            wires.extend(map(as_tensor, packed.wires))
+        announcements.append((description, inline))
     match frame:
-        case MicroBatch():
-            frame = attrs.evolve(frame, value=announcements[0], stage_kwargs=announcements[1])
-        case Call() | Warmup():
-            frame = attrs.evolve(frame, value=announcements[0])
+        case MicroBatch(seq=seq):
+            return MicroBatch(seq, announcements[0], announcements[1]), wires
+        case Call(call_id=call_id, ranks=ranks):
+            return Call(call_id, ranks, announcements[0]), wires
+        case Warmup():
+            return Warmup(announcements[0]), wires
         case _:
-            pass
-    return frame, wires
+            return frame, wires
 
 
 def _announced(frame: RingFrame) -> list[Announcement]:

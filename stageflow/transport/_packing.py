@@ -44,14 +44,18 @@ TensorSpec = tuple[int, tuple[int, ...], tuple[int, ...] | None]
 """(dtype code, shape as laid out in memory, permutation that gives the tensor's own shape, or None for none)."""
 
 
+Wire = Tensor | bytes
+"""A flat run of bytes: a uint8 tensor, or plain bytes where small host tensors were gathered."""
+
+
 @attrs.define
 class Packed:
     """A value taken apart: its description and its wires."""
 
     description: bytes
     """Pickled skeleton and specs."""
-    wires: list[Tensor]
-    """Flat uint8 tensors: the small tensors together (if any), then each large one."""
+    wires: list[Wire]
+    """The small tensors together (if there are any), then each large one."""
     pending: list[Any] = attrs.field(factory=list[Any])
     """Works to wait for before the wires may be read: receives that a device is still carrying out."""
 
@@ -60,19 +64,15 @@ class Packed:
         """A payload of so many bytes and no meaning: what the warm-up sends."""
         return pack(torch.zeros(nbytes, dtype=torch.uint8))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the wires."""
-        return sum(wire.numel() for wire in self.wires)
-
     def own(self) -> None:
         """Copy what somebody else could still change: a wire whose memory has another holder.
 
         A module may return a buffer that it overwrites for the next micro-batch. Call this when the value that was packed
         has been let go: a storage that still has a holder besides our wires is not ours to send from.
         """
-        ours = Counter(wire.untyped_storage().data_ptr() for wire in self.wires)
-        for at, wire in enumerate(self.wires):
+        tensors = [(at, wire) for at, wire in enumerate(self.wires) if isinstance(wire, Tensor)]
+        ours = Counter(wire.untyped_storage().data_ptr() for _, wire in tensors)
+        for at, wire in tensors:
             if _holders(wire) > _ALONE - 1 + ours[wire.untyped_storage().data_ptr()]:
                 self.wires[at] = wire.clone()
 
@@ -173,30 +173,36 @@ def pack(value: Any, wire_device: torch.device | None = None) -> Packed:
     """
     skeleton, tensors = take_apart(value)
     specs: list[TensorSpec] = []
-    laid: list[Tensor] = []
+    small: list[Tensor] = []
+    large: list[Tensor] = []
     for tensor in tensors:
-        tensor, permutation = as_laid(tensor.detach())
-        specs.append((CODE_OF_DTYPE[tensor.dtype], tuple(tensor.shape), permutation))
-        laid.append(tensor)
-    description = pickle.dumps((skeleton, specs), protocol=pickle.HIGHEST_PROTOCOL)
-    offsets, small_nbytes = _layout(specs)
-    wires: list[Tensor] = []
+        laid, permutation = as_laid(tensor.detach())
+        specs.append((CODE_OF_DTYPE[laid.dtype], tuple(laid.shape), permutation))
+        (small if laid.nbytes <= SMALL else large).append(laid)
+    wires = _gather(small, wire_device)
     synchronize = False
-    small: Tensor | None = None
-    for tensor, offset in zip(laid, offsets, strict=True):
-        if offset is None:
-            moved, waits = _onto(tensor, wire_device)
-            wires.append(flat(moved))
-            synchronize |= waits
-        elif tensor.numel():
-            if small is None:
-                small = torch.empty(small_nbytes, dtype=torch.uint8, device=wire_device or "cpu")
-            small[offset : offset + tensor.nbytes].copy_(flat(tensor))
-    if small is not None:
-        wires.insert(0, small)
+    for tensor in large:
+        moved, waits = _onto(tensor, wire_device)
+        wires.append(flat(moved))
+        synchronize |= waits
     if synchronize:
         torch.cuda.current_stream().synchronize()
-    return Packed(description, wires)
+    return Packed(pickle.dumps((skeleton, specs), protocol=pickle.HIGHEST_PROTOCOL), wires)
+
+
+def _gather(tensors: Sequence[Tensor], wire_device: torch.device | None) -> list[Wire]:
+    """Small tensors as one wire, each at its aligned place; none if there is nothing in them."""
+    if not any(tensor.nbytes for tensor in tensors):
+        return []
+    if wire_device is None and all(tensor.device.type == "cpu" for tensor in tensors):
+        # Plain bytes: a few microseconds where torch's own operators would take tens.
+        return [b"".join(ctypes.string_at(t.data_ptr(), t.nbytes) + bytes(-t.nbytes % ALIGNMENT) for t in tensors)]
+    wire = torch.empty(sum(aligned(tensor.nbytes) for tensor in tensors), dtype=torch.uint8, device=wire_device or "cpu")
+    start = 0
+    for tensor in tensors:
+        wire[start : start + tensor.nbytes].copy_(flat(tensor))
+        start += aligned(tensor.nbytes)
+    return [wire]
 
 
 def as_laid(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
@@ -235,20 +241,6 @@ def aligned(nbytes: int) -> int:
     return -nbytes % ALIGNMENT + nbytes
 
 
-def _layout(specs: Sequence[TensorSpec]) -> tuple[list[int | None], int]:
-    """Where each tensor lies in the first wire (None: in a wire of its own), and that wire's bytes."""
-    offsets: list[int | None] = []
-    end = 0
-    for spec in specs:
-        nbytes = nbytes_of(spec)
-        if nbytes > SMALL:
-            offsets.append(None)
-        else:
-            offsets.append(end)
-            end += aligned(nbytes)
-    return offsets, end
-
-
 # ---- putting together ---------------------------------------------------------------------------------------------------
 
 
@@ -266,8 +258,9 @@ def put_together(skeleton: bytes, tensors: Sequence[Tensor]) -> Any:
 def wire_sizes(description: bytes) -> list[int]:
     """Number of bytes of each wire, in order: what the receiving end has to provide."""
     specs: Sequence[TensorSpec] = pickle.loads(description)[1]
-    offsets, small = _layout(specs)
-    large = [nbytes_of(spec) for spec, offset in zip(specs, offsets, strict=True) if offset is None]
+    sizes = [nbytes_of(spec) for spec in specs]
+    small = sum(aligned(size) for size in sizes if size <= SMALL)
+    large = [size for size in sizes if size > SMALL]
     return [small, *large] if small else large
 
 
@@ -289,15 +282,21 @@ def unpack(packed: Packed, device: torch.device | None = None) -> Any:
     packed.pending.clear()
     description: tuple[bytes, Sequence[TensorSpec]] = pickle.loads(packed.description)
     skeleton, specs = description
-    offsets, small_nbytes = _layout(specs)
     wires = iter(packed.wires)
-    small = next(wires) if small_nbytes else torch.empty(0, dtype=torch.uint8)
+    small: Tensor | None = None
+    start = 0
     tensors: list[Tensor] = []
-    for spec, offset in zip(specs, offsets, strict=True):
+    for spec in specs:
         dtype, shape, permutation = DTYPES[spec[0]], spec[1], spec[2]
-        wire = next(wires) if offset is None else small[offset : offset + nbytes_of(spec)]
-        # An empty tensor has no bytes to look at, and a view of none as another dtype is refused.
-        tensor = wire.view(dtype).view(shape) if wire.numel() else torch.empty(shape, dtype=dtype, device=wire.device)
+        size = nbytes_of(spec)
+        if size > SMALL:
+            tensor = as_tensor(next(wires)).view(dtype).view(shape)
+        elif size:
+            small = as_tensor(next(wires)) if small is None else small
+            tensor = small[start : start + size].view(dtype).view(shape)
+            start += aligned(size)
+        else:
+            tensor = torch.empty(shape, dtype=dtype)
         if permutation is not None:
             tensor = tensor.permute(permutation)
         if device is not None and tensor.device != device:
@@ -306,16 +305,22 @@ def unpack(packed: Packed, device: torch.device | None = None) -> Any:
     return put_together(skeleton, tensors)
 
 
+def as_tensor(wire: Wire) -> Tensor:
+    """A wire as a tensor that may be written to."""
+    return wire if isinstance(wire, Tensor) else torch.frombuffer(bytearray(wire), dtype=torch.uint8)
+
+
 # ---- as one run of bytes, for pipes -------------------------------------------------------------------------------------
 
 
 def to_bytes(packed: Packed) -> bytes:
     """A packed value as one run of bytes, each wire at an aligned place. Host wires only."""
-    head = pickle.dumps((packed.description, [wire.numel() for wire in packed.wires]))
+    head = pickle.dumps((packed.description, [len(wire) for wire in packed.wires]))
     out = io.BytesIO()
     out.write(len(head).to_bytes(8, "little") + head)
     for wire in packed.wires:
-        out.write(bytes(-out.tell() % ALIGNMENT) + host_bytes(wire))
+        out.write(bytes(-out.tell() % ALIGNMENT))
+        out.write(host_bytes(wire))
     return out.getvalue()
 
 
@@ -323,7 +328,7 @@ def from_bytes(data: bytearray) -> Packed:
     """The packed value that ``to_bytes`` wrote; its wires are views of ``data``."""
     end = 8 + int.from_bytes(data[:8], "little")
     description, sizes = pickle.loads(data[8:end])
-    wires: list[Tensor] = []
+    wires: list[Wire] = []
     for size in sizes:
         start = aligned(end)
         end = start + size
@@ -331,6 +336,6 @@ def from_bytes(data: bytearray) -> Packed:
     return Packed(description, wires)
 
 
-def host_bytes(wire: Tensor) -> bytes:
-    """A copy of a flat host tensor's bytes."""
-    return ctypes.string_at(wire.data_ptr(), wire.numel())
+def host_bytes(wire: Wire) -> bytes:
+    """A host wire as bytes."""
+    return wire if isinstance(wire, bytes) else ctypes.string_at(wire.data_ptr(), wire.numel())
