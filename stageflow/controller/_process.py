@@ -19,6 +19,7 @@ import multiprocessing.resource_tracker
 import multiprocessing.spawn
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Generator
@@ -30,7 +31,10 @@ from typing import Any
 from stageflow._frames import Door
 
 STAGE_MODULE = "stageflow.stage._main"
-PRELOAD = "stageflow.stage._preload"
+
+_PRELOAD_TOO = ("transformers.modeling_utils",)
+"""Slow to import, known to start no thread, and sure to be needed in the stages of a program that has imported it: seconds
+of every launch otherwise. The fork server is started once per program, so this is decided at the first launch."""
 
 _start_lock = threading.Lock()
 
@@ -63,7 +67,13 @@ def start_process(start_method: str, name: str, door: Door) -> BaseProcess:
     multiprocessing.resource_tracker.ensure_running()
     with _start_lock, _main_left_alone():
         if start_method == "forkserver":
-            context.set_forkserver_preload([PRELOAD])
+            context.set_forkserver_preload(
+                [
+                    "stageflow.stage._preload",
+                    *(name for name in _PRELOAD_TOO if name in sys.modules),
+                    "stageflow.stage._preloaded",
+                ]
+            )
             process.start()
         else:
             # A spawned child takes seconds to get to its guard; Ctrl-C must not kill it on the way.

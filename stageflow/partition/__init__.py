@@ -1,28 +1,14 @@
-import attrs
-from collections import OrderedDict
-from torch import nn
+"""Cutting a model into stages: what each one is to hold, before anything is started.
 
+The rooms:
 
-@attrs.frozen
-class StagePiece:
-    target: object
-    module_names: tuple
-    unpack: bool
+    _balance.py   where to cut a chain, in numbers
+    _pieces.py    what every way of cutting shares
+    _llama.py     transformers' causal LMs of the Llama kind
+    _cut.py       which way a model is cut; Sequentials, lists and build functions
+"""
 
+from stageflow.partition._cut import cut
+from stageflow.partition._pieces import Split, StagePiece
 
-def cut(model, n, split="auto"):
-    if isinstance(model, nn.Sequential):
-        items = list(model.named_children())
-        k = len(items)
-        b = [k * i // n for i in range(n + 1)]
-        return tuple(
-            StagePiece(
-                nn.Sequential(OrderedDict(items[b[i] : b[i + 1]])).train(model.training),
-                tuple(a for a, _ in items[b[i] : b[i + 1]]),
-                False,
-            )
-            for i in range(n)
-        )
-    if isinstance(model, list):
-        return tuple(StagePiece(m, (), True) for m in model)
-    return tuple(StagePiece(model, (), True) for i in range(n))
+__all__ = ["Split", "StagePiece", "cut"]

@@ -1,0 +1,134 @@
+"""Which way a model is cut: one function for each kind of model, and the refusal of all others.
+
+Rules of this directory:
+
+* The caller's model is never changed, and its tensors are never copied: pieces hold the very same ones.
+* A piece holds nothing of another stage, since it is pickled and shipped with everything that it reaches.
+* Names are the unsplit model's, so that the state dicts of the stages together are its state dict.
+* Every refusal says the rule, what was found, what would be possible, and which argument to change.
+* A new kind of model is a file of its own with a function that returns pieces, and a line in ``cut``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import cast
+
+from torch import nn
+
+from stageflow._frames import StageInfo
+from stageflow.errors import PartitionError
+from stageflow.partition._llama import cut_llama, is_transformers_model
+from stageflow.partition._pieces import Split, StagePiece, refuse_altered, sizes_of
+
+__all__ = ["cut"]
+
+
+def cut(
+    model: nn.Module | Sequence[nn.Module] | Callable[[StageInfo], nn.Module], num_stages: int, split: Split = "auto"
+) -> tuple[StagePiece, ...]:
+    """Cut a model into consecutive stages.
+
+    Args:
+        model: an ``nn.Sequential``; a list of ``num_stages`` modules; a transformers causal LM of the Llama kind; or a
+            callable ``build(stage) -> nn.Module`` that will be run in each stage process.
+        num_stages: number of stages, ``pp``.
+        split: ``"auto"``, so that the largest stage is as small as possible in bytes; or the number of units of each stage
+            (children of a Sequential, decoder layers of a language model), ``[8, 8, 8, 6]``.
+
+    Returns:
+        One piece for each stage, in order.
+
+    Raises:
+        PartitionError: the model can't be cut so.
+    """
+    if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PartitionError(f"The number of stages is an int of at least 1: found {num_stages!r}. Change pp.")
+    if isinstance(model, nn.Sequential):
+        return _cut_sequential(model, num_stages, split)
+    if isinstance(model, (list, tuple)):
+        return _take_modules(cast("Sequence[object]", model), num_stages, split)
+    if is_transformers_model(model):
+        return cut_llama(model, num_stages, split)
+    if callable(model) and not isinstance(model, nn.Module):
+        _refuse_split(split, "a callable build(stage)")
+        return (StagePiece(target=model, module_names=(), unpack=True),) * num_stages
+    raise PartitionError(
+        "A model is one of these: an nn.Sequential, a list of pp modules, a transformers causal LM of the Llama kind, or a "
+        "callable build(stage: StageInfo) -> nn.Module, run in the stage, which makes each one: "
+        f"found {type(model).__name__}. Change model."
+    )
+
+
+def _cut_sequential(model: nn.Sequential, num_stages: int, split: Split) -> tuple[StagePiece, ...]:
+    if type(model).forward is not nn.Sequential.forward:
+        raise PartitionError(
+            "An nn.Sequential is cut between its children, which are called one after the other: found "
+            f"{type(model).__name__}, whose forward may do something else. Pass a plain nn.Sequential, a list of pp modules "
+            "or build(stage) as model."
+        )
+    refuse_altered(model)
+    # Not named_children(), which leaves out the second place of a module that is used twice, like one ReLU everywhere.
+    children = list(model._modules.items())  # pyright: ignore[reportPrivateUsage]
+    if not children:
+        raise PartitionError(
+            f"An nn.Sequential is cut between its children: found none in {type(model).__name__}. Change model."
+        )
+    pieces: list[StagePiece] = []
+    sizes = sizes_of([[child] for _, child in children], num_stages, split, "children")
+    for start, end in pairwise(accumulate(sizes, initial=0)):
+        part = OrderedDict(children[start:end])
+        target = nn.Sequential(part)
+        target.training = model.training  # its own flag only: the children keep the mode they came in
+        pieces.append(StagePiece(target=target, module_names=tuple(part), unpack=False))
+    _refuse_split_state(cast("nn.Module", piece.target) for piece in pieces)
+    return tuple(pieces)
+
+
+def _take_modules(modules: Sequence[object], num_stages: int, split: Split) -> tuple[StagePiece, ...]:
+    _refuse_split(split, "a list of modules")
+    targets = [module for module in modules if isinstance(module, nn.Module)]
+    if len(targets) < len(modules):
+        index, stranger = next((i, module) for i, module in enumerate(modules) if not isinstance(module, nn.Module))
+        raise PartitionError(
+            f"A list of modules has one torch.nn.Module for each stage: found {type(stranger).__name__} at index {index}. "
+            "Change model."
+        )
+    if len(targets) != num_stages:
+        raise PartitionError(
+            f"A list of modules has one for each stage: found {len(targets)} modules for {num_stages} stages. "
+            "Change pp, or the list given as model."
+        )
+    _refuse_split_state(targets)
+    return tuple(StagePiece(target=module, module_names=(type(module).__name__,), unpack=True) for module in targets)
+
+
+def _refuse_split(split: Split, kind: str) -> None:
+    if split != "auto":
+        raise PartitionError(
+            f'What each stage holds is already said by {kind}: found split={split!r} as well. Leave split at "auto".'
+        )
+
+
+def _refuse_split_state(stages: Iterable[nn.Module]) -> None:
+    """Refuse a buffer that lives in two stages and changes.
+
+    A tensor used in two stages is there twice, once in each process. That is right for as long as nobody changes it: a
+    parameter in forward passes never is (tied weights), nor a buffer in eval mode. In train mode a module may write its
+    buffers, like BatchNorm its running statistics, and the other stage's copy would silently fall behind.
+    """
+    owners: dict[int, int] = {}
+    stages = list(stages)
+    modules = [module for stage in stages for module in stage.modules()]
+    written = {id(buffer) for module in modules if module.training for buffer in module.buffers(recurse=False)}
+    for index, stage in enumerate(stages):
+        for name, buffer in stage.named_buffers():
+            if id(buffer) in written and (first := owners.setdefault(id(buffer), index)) != index:
+                raise PartitionError(
+                    "A buffer that lives in two stages must not change, since each process holds a copy of its own: found "
+                    f"{name!r} in stages {first} and {index}, of a module in train mode. Call model.eval(), give each stage "
+                    "a module of its own, or change split so that one stage holds both.",
+                    stage_index=index,
+                )
