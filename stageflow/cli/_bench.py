@@ -1,9 +1,9 @@
 """`stageflow bench pipeline`: how close a pipeline of sleeping stages comes to the ideal.
 
-Stages that sleep need no core, so what is missing to the ideal is the pipeline's own doing: hand-overs, bubbles, the window.
+Stages that sleep need no core, so what is missing to the ideal is the pipeline's own: hand-overs, bubbles, the window.
 
-* The ideal is made from what the stages themselves measured in the same run, since a sleep takes longer than it is told:
-  for equal stages (n + stages - 1) × their mean time, for unequal ones the sum of the times + (n - 1) × the largest.
+* The ideal is made from what the stages measured themselves in the same run, since a sleep takes longer than it is told:
+  for equal stages (n + stages - 1) × their mean time, for unequal ones the sum of their times + (n - 1) × the largest.
 * Payloads take turns, run by run, so that a change of the machine's load meets all of them.
 """
 
@@ -15,16 +15,15 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
-from typing import Any
 
 import attrs
 import torch
 import trio
 from torch import Tensor, nn
 
-from stageflow import Pipeline, StageInfo, __version__
+from stageflow import Pipeline, __version__
 from stageflow.cli._ends import OK, Refused
 from stageflow.cli._values import as_bytes, milliseconds, positive, sizes, table
 
@@ -38,7 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--stages", type=positive, metavar="N", help="number of stages (default: as many as --stage-ms names, or 4)")
     add("--stage-ms", type=milliseconds, default=[5.0], metavar="MS", help="of all stages, or of each: 2,5,3,4 (default: 5)")
-    add("--payload", type=sizes, default=[8 << 10], metavar="SIZE", help="of a micro-batch; several: 8KiB,1MiB (default: 8KiB)")
+    add(
+        "--payload",
+        type=sizes,
+        default=[8 << 10],
+        metavar="SIZE",
+        help="of a micro-batch; several: 8KiB,1MiB (default: 8KiB)",
+    )
     add("--n", type=positive, default=200, metavar="N", help="micro-batches in a run (default: 200)")
     add("--window", type=positive, metavar="N", help="the most micro-batches in flight (default: 2 for each stage)")
     add("--repeat", type=positive, default=5, metavar="N", help="runs for each payload (default: 5)")
@@ -78,33 +83,103 @@ class Sleeper(nn.Module):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and say."""
-    given: list[float] = arguments.stage_ms
-    stages: int = arguments.stages or max(len(given), 4 if len(given) == 1 else 1)
-    if len(given) not in (1, stages):
-        raise Refused(f"--stage-ms names one time for all stages or one for each: found {len(given)} for {stages} stages")
-    stage_ms = given if len(given) == stages else given * stages
-    show = _no_show if arguments.json else _show
-    window, runs = trio.run(_measure, stage_ms, arguments.payload, arguments.n, arguments.window, arguments.repeat, show)
+    """Measure, and say what came out."""
+    stage_ms: list[float] = arguments.stage_ms
+    stages: int = arguments.stages or (len(stage_ms) if len(stage_ms) > 1 else 4)
+    if len(stage_ms) == 1:
+        stage_ms = stage_ms * stages
+    if len(stage_ms) != stages:
+        raise Refused(f"--stage-ms names one time for all stages or one for each: found {len(stage_ms)} for {stages} stages")
+    payloads: list[int] = arguments.payload
+    window, runs = trio.run(_measure, stage_ms, payloads * arguments.repeat, arguments.n, arguments.window)
+    by_payload = {payload: [run for run in runs if run.payload == payload] for payload in payloads}
     if arguments.json:
-        print(json.dumps(_raw(stage_ms, arguments.n, window, runs), indent=2))
+        print(json.dumps(_figures(stage_ms, arguments.n, window, by_payload), indent=2))
     else:
-        _conclude(arguments.payload, runs)
+        _describe(stage_ms, arguments.n, window, by_payload)
     return OK
 
 
-async def _measure(
-    stage_ms: Sequence[float],
-    payloads: Sequence[int],
-    n: int,
-    window: int | None,
-    repeats: int,
-    show: Callable[[Sequence[float], int, int, Run | None], None],
-) -> tuple[int, list[Run]]:
-    runs: list[Run] = []
-    
-    def build(stage: StageInfo) -> nn.Module: ...
+# ---- measuring ----------------------------------------------------------------------------------------------------------
 
-    async with Pipeline.launch([Sleeper(ms / 1000) for ms in stage_ms], pp=len(stage_ms), window=window) as pipe:
-        ...
-    return 0, runs
+
+async def _measure(stage_ms: Sequence[float], payloads: Sequence[int], n: int, window: int | None) -> tuple[int, list[Run]]:
+    """A run for each payload, in this order; and the window that they had."""
+    stages = [Sleeper(milliseconds / 1000) for milliseconds in stage_ms]
+    async with Pipeline.launch(stages, pp=len(stages), devices="cpu", threads=1, window=window) as pipe:
+        window = pipe.statistics().window
+        for payload in dict.fromkeys(payloads):
+            await _stream(pipe, payload, 2 * window)  # what is only there from the second time on: threads, memory
+        return window, [await _run(pipe, payload, n, equal=len(set(stage_ms)) == 1) for payload in payloads]
+
+
+async def _run(pipe: Pipeline, payload: int, n: int, *, equal: bool) -> Run:
+    before = pipe.statistics().stages
+    seconds = await _stream(pipe, payload, n)
+    after = pipe.statistics().stages
+    times = [(b.busy - a.busy) / (b.done - a.done) for a, b in zip(before, after, strict=True)]
+    ideal = (n + len(times) - 1) * statistics.mean(times) if equal else sum(times) + (n - 1) * max(times)
+    return Run(payload=payload, seconds=seconds, ideal=ideal, stage_seconds=tuple(times))
+
+
+async def _stream(pipe: Pipeline, payload: int, n: int) -> float:
+    """Seconds for n micro-batches."""
+    tensor = torch.zeros(payload, dtype=torch.uint8)
+    start = time.perf_counter()
+    async with pipe.map(repeat(tensor, n)) as outputs:
+        async for _ in outputs:
+            pass
+    return time.perf_counter() - start
+
+
+# ---- saying -------------------------------------------------------------------------------------------------------------
+
+
+def _describe(stage_ms: Sequence[float], n: int, window: int, by_payload: dict[int, list[Run]]) -> None:
+    names = " + ".join(f"{ms:g}" for ms in stage_ms) if len(set(stage_ms)) > 1 else f"{stage_ms[0]:g}"
+    print(f"{len(stage_ms)} stages that sleep {names} ms, {n} micro-batches, window {window}\n")
+    head = ["payload", "run", "seconds", "ideal", "ideal / seconds", "ms in each stage"]
+    rows = [
+        [
+            as_bytes(payload),
+            str(index),
+            f"{run.seconds:.3f}",
+            f"{run.ideal:.3f}",
+            f"{run.ratio:.3f}",
+            ", ".join(f"{seconds * 1000:.2f}" for seconds in run.stage_seconds),
+        ]
+        for payload, runs in by_payload.items()
+        for index, run in enumerate(runs, 1)
+    ]
+    print(table(head, rows) + "\n")
+    for payload, runs in by_payload.items():
+        print(f"{as_bytes(payload)}: {_median_ratio(runs):.3f} of the ideal (median of {len(runs)})")
+
+
+def _figures(stage_ms: Sequence[float], n: int, window: int, by_payload: dict[int, list[Run]]) -> dict[str, object]:
+    return {
+        "benchmark": "pipeline",
+        "stageflow": __version__,
+        "torch": torch.__version__,
+        "machine": platform.platform(),
+        "cores": os.cpu_count(),
+        "stages": len(stage_ms),
+        "stage_ms": stage_ms,
+        "n": n,
+        "window": window,
+        "payloads": [
+            {
+                "bytes": payload,
+                "median_ratio": _median_ratio(runs),
+                "runs": [
+                    {"seconds": run.seconds, "ideal": run.ideal, "ratio": run.ratio, "stage_seconds": run.stage_seconds}
+                    for run in runs
+                ],
+            }
+            for payload, runs in by_payload.items()
+        ],
+    }
+
+
+def _median_ratio(runs: Sequence[Run]) -> float:
+    return statistics.median(run.ratio for run in runs)

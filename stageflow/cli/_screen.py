@@ -91,12 +91,12 @@ class Screen(Lines):
         sys.stdout.write(_BEGIN)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         sys.stdout.write(_END)
         if error is None:  # now each in full, over several lines where it needs them
-            self._draw([f"{_DIM}{prompt}{_PLAIN}{continuation}" for prompt, continuation in map(GrowingText.parts, self._texts)])
+            self._draw(
+                [f"{_DIM}{prompt}{_PLAIN}{continuation}" for prompt, continuation in map(GrowingText.parts, self._texts)]
+            )
         sys.stdout.flush()
 
 
