@@ -333,3 +333,13 @@ def test_what_can_not_be_cut_is_told_why(model: Any, pp: Any, split: Any, says: 
         cut(model, pp, split)
     assert [word for word in says if word not in str(caught.value)] == []
     assert isinstance(caught.value, ValueError)
+
+
+def test_one_stage_takes_any_module() -> None:
+    model = nn.Bilinear(2, 3, 4)
+    [piece] = cut(model, 1)
+    assert piece.target is model
+    with pytest.raises(PartitionError, match="found Bilinear"):
+        cut(model, 2)
+    with pytest.raises(PartitionError, match="split"):
+        cut(model, 1, [1])

@@ -38,7 +38,7 @@ PROMPTS = (
     "The opposite of hot is",
 )
 
-SAMPLE_S = 4.0
+SAMPLE_S = 3.0
 """How long a speed is measured that isn't needed for the check."""
 
 
@@ -82,10 +82,10 @@ class Summary:
 def run(arguments: argparse.Namespace) -> int:
     """Load, generate, say how it went, check."""
     start = time.perf_counter()
-    print(f"Loading {arguments.model or 'SmolLM2-135M'} ...", end=" ", flush=True)
+    print(f"Loading {arguments.model or 'SmolLM2-135M'} ...", flush=True)
     model = load_model(arguments.model)
     parameters = as_count(sum(parameter.numel() for parameter in model.model.parameters()))
-    print(f"{model.name}, {parameters} parameters, {time.perf_counter() - start:.1f} s.")
+    print(f"  {model.name}, {parameters} parameters, {time.perf_counter() - start:.1f} s.")
     prompts = [_prompt(model, text) for text in arguments.prompt or PROMPTS]
     summary = trio.run(_generate, model, prompts, arguments)
     _describe(summary)
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _prompt(model: LanguageModel, text: str) -> Prompt:
     given = model.encode(text)
-    return Prompt(given, GrowingText(model.decode(given[0].tolist())))
+    return Prompt(given, GrowingText(model.decode(given)))
 
 
 # ---- in the pipeline ----------------------------------------------------------------------------------------------------
@@ -105,9 +105,10 @@ def _prompt(model: LanguageModel, text: str) -> Prompt:
 
 async def _generate(model: LanguageModel, prompts: Sequence[Prompt], arguments: argparse.Namespace) -> Summary:
     start = time.perf_counter()
-    print(f"Starting {arguments.pp} stages ...", end=" ", flush=True)
+    print(f"Starting {arguments.pp} stages ...", flush=True)
     async with Pipeline.launch(model.model, pp=arguments.pp, window=arguments.window) as pipe:
-        print(f"{time.perf_counter() - start:.1f} s, pids {', '.join(str(stage.pid) for stage in pipe.stages)}.\n")
+        pids = ", ".join(str(stage.pid) for stage in pipe.stages)
+        print(f"  processes {pids}, {time.perf_counter() - start:.1f} s.\n", flush=True)
         threads: list[int] = await pipe.call(_threads_of_stage)
         start = time.perf_counter()
         with open_screen([prompt.text for prompt in prompts]) as screen:
@@ -117,7 +118,7 @@ async def _generate(model: LanguageModel, prompts: Sequence[Prompt], arguments: 
                     output = await pipe(input_ids=prompt.ids, logits_to_keep=1)
                     token = _best(output.logits)
                     prompt.tokens.append(token)
-                    prompt.text.continuation = model.decode(prompt.ids[0].tolist())[len(prompt.text.prompt) :]
+                    prompt.text.continuation = model.decode(prompt.ids)[len(prompt.text.prompt) :]
                     prompt.text.whole = not left or token in model.ends
                     screen.update(progress())
                     if prompt.text.whole:
@@ -175,7 +176,7 @@ def _short(names: Sequence[str]) -> str:
 
 
 def _check(model: LanguageModel, prompts: Sequence[Prompt], summary: Summary, max_new_tokens: int) -> int:
-    """Do it again with the unsplit model, one prompt after the other; and measure that, with other numbers of threads too."""
+    """Do it again with the unsplit model, one prompt after the other; and measure that, also with more or fewer threads."""
     device = summary.stages[0].device
     model.model.to(device)
     before = torch.get_num_threads()

@@ -32,8 +32,8 @@ def cut(
     """Cut a model into consecutive stages.
 
     Args:
-        model: an ``nn.Sequential``; a list of ``num_stages`` modules; a transformers causal LM of the Llama kind; or a
-            callable ``build(stage) -> nn.Module`` that will be run in each stage process.
+        model: an ``nn.Sequential``; a list of ``num_stages`` modules; a transformers causal LM of the Llama kind; a callable
+            ``build(stage) -> nn.Module`` that will be run in each stage process; for one stage, any module.
         num_stages: number of stages, ``pp``.
         split: ``"auto"``, so that the largest stage is as small as possible in bytes; or the number of units of each stage
             (children of a Sequential, decoder layers of a language model), ``[8, 8, 8, 6]``.
@@ -55,6 +55,8 @@ def cut(
     if callable(model) and not isinstance(model, nn.Module):
         _refuse_split(split, "a callable build(stage)")
         return (StagePiece(target=model, module_names=(), unpack=True),) * num_stages
+    if num_stages == 1:  # there is nothing to cut
+        return _take_modules([model], 1, split)
     raise PartitionError(
         "A model is one of these: an nn.Sequential, a list of pp modules, a transformers causal LM of the Llama kind, or a "
         "callable build(stage: StageInfo) -> nn.Module, run in the stage, which makes each one: "
