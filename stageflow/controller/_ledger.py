@@ -187,7 +187,7 @@ class Ledger:
         """Say so when a task waits for a slot that only itself could give back. For the service nursery."""
         full_since, seen = trio.current_time(), -1
         while True:
-            await trio.sleep(SELF_WAIT_S / 5)
+            await trio.sleep(SELF_WAIT_S / 2)
             owners = {entry.owner for entry in self._entries.values() if entry.waiter is None and entry.outcome is not None}
             owner = next(iter(owners), None)
             alone = len(owners) == 1 and len(self._entries) == self.window.size and owner in self.window.waiting_tasks()

@@ -265,7 +265,7 @@ class Supervisor:
         timeout = self._plan.stall_timeout
         if timeout == math.inf:
             return
-        period = min(1.0, timeout / 4)
+        period = min(5.0, timeout / 4)  # an idle pipeline shall hardly wake up
         marks: object = None
         looked = quiet_since = trio.current_time()
         while True:
