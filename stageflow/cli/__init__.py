@@ -20,6 +20,7 @@ Rules of this room:
 from __future__ import annotations
 
 import argparse
+import io
 import platform
 import sys
 from collections.abc import Sequence
@@ -40,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, all is well; 1, it failed; 2, it can't be done so, and stderr says what to change; 130, Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a model may write what the terminal can't show
-            stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a model may write what the terminal can't show
     arguments = _parser().parse_args(argv)
     return ended(lambda: arguments.run(arguments))
 

@@ -7,10 +7,12 @@ is sent again, one longer. While one prompt is in the last stage, others are in 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Any
 
 import attrs
 import torch
@@ -56,24 +58,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @attrs.define
 class Prompt:
-    """A prompt and the tokens that have come so far."""
+    """A prompt on its way to be continued, greedily."""
 
-    given: Tensor
-    """(1, length)"""
+    model: LanguageModel
+    left: int
+    """How many more tokens it may get."""
+    ids: Tensor
+    """All tokens so far, (1, length)."""
     text: GrowingText
-    tokens: list[int] = attrs.field(factory=list[int])
+    tokens: int = 0
+    """How many it has got."""
 
-    @property
-    def ids(self) -> Tensor:
-        """Everything so far, (1, length + tokens)."""
-        return torch.cat([self.given, torch.tensor([self.tokens], dtype=self.given.dtype)], dim=1)
+    @classmethod
+    def begin(cls, model: LanguageModel, text: str, max_new_tokens: int) -> Prompt:
+        """A prompt that has got none."""
+        ids = model.encode(text)
+        return cls(model, max_new_tokens, ids, GrowingText(model.decode(ids)))
+
+    def add(self, output: Any) -> None:
+        """Take the likeliest token of what the model has returned."""
+        token = output.logits[:, -1:].argmax(-1).to(self.ids.device)
+        self.ids = torch.cat([self.ids, token], dim=1)
+        self.tokens += 1
+        self.left -= 1
+        self.text.continuation = self.model.decode(self.ids)[len(self.text.prompt) :]
+        self.text.whole = not self.left or int(token) in self.model.ends
 
 
 @attrs.frozen
 class Summary:
     """What is to be said of the pipeline when it has ended."""
 
-    seconds: float
+    speed: str
     stages: tuple[StageInfo, ...]
     statistics: tuple[StageStatistics, ...]
     threads: int
@@ -86,27 +102,24 @@ def run(arguments: argparse.Namespace) -> int:
     model = load_model(arguments.model)
     parameters = as_count(sum(parameter.numel() for parameter in model.model.parameters()))
     print(f"  {model.name}, {parameters} parameters, {time.perf_counter() - start:.1f} s.")
-    prompts = [_prompt(model, text) for text in arguments.prompt or PROMPTS]
-    summary = trio.run(_generate, model, prompts, arguments)
+    texts: Sequence[str] = arguments.prompt or PROMPTS
+
+    def begin() -> list[Prompt]:
+        return [Prompt.begin(model, text, arguments.max_new_tokens) for text in texts]
+
+    prompts = begin()
+    summary = trio.run(_generate, model, prompts, arguments.pp, arguments.window)
     _describe(summary)
-    tokens = sum(len(prompt.tokens) for prompt in prompts)
-    speed = f"{len(summary.stages)} stages, {_threads(summary.threads)} each: {tokens / summary.seconds:.1f} tokens/s"
-    print(f"\n{speed}")
-    return OK if arguments.no_check else _check(model, prompts, summary, arguments.max_new_tokens)
-
-
-def _prompt(model: LanguageModel, text: str) -> Prompt:
-    given = model.encode(text)
-    return Prompt(given, GrowingText(model.decode(given)))
+    return OK if arguments.no_check else _check(prompts, begin, summary)
 
 
 # ---- in the pipeline ----------------------------------------------------------------------------------------------------
 
 
-async def _generate(model: LanguageModel, prompts: Sequence[Prompt], arguments: argparse.Namespace) -> Summary:
+async def _generate(model: LanguageModel, prompts: Sequence[Prompt], pp: int, window: int | None) -> Summary:
     start = time.perf_counter()
-    print(f"Starting {arguments.pp} stages ...", flush=True)
-    async with Pipeline.launch(model.model, pp=arguments.pp, window=arguments.window) as pipe:
+    print(f"Starting {pp} stages ...", flush=True)
+    async with Pipeline.launch(model.model, pp=pp, window=window) as pipe:
         pids = ", ".join(str(stage.pid) for stage in pipe.stages)
         print(f"  processes {pids}, {time.perf_counter() - start:.1f} s.\n", flush=True)
         threads: list[int] = await pipe.call(_threads_of_stage)
@@ -114,33 +127,23 @@ async def _generate(model: LanguageModel, prompts: Sequence[Prompt], arguments: 
         with open_screen([prompt.text for prompt in prompts]) as screen:
 
             async def proceed(prompt: Prompt) -> None:
-                for left in reversed(range(arguments.max_new_tokens)):
-                    output = await pipe(input_ids=prompt.ids, logits_to_keep=1)
-                    token = _best(output.logits)
-                    prompt.tokens.append(token)
-                    prompt.text.continuation = model.decode(prompt.ids)[len(prompt.text.prompt) :]
-                    prompt.text.whole = not left or token in model.ends
-                    screen.update(progress())
-                    if prompt.text.whole:
-                        return
-
-            def progress() -> str:
-                done, now = sum(len(prompt.tokens) for prompt in prompts), pipe.statistics()
-                speed = done / (time.perf_counter() - start)
-                return f"{done} tokens, {speed:.1f} tokens/s, {now.in_flight} of {now.window} of the window in flight"
+                while not prompt.text.whole:
+                    prompt.add(await pipe(input_ids=prompt.ids, logits_to_keep=1))
+                    now, speed = pipe.statistics(), _speed(prompts, start)
+                    screen.update(f"{now.done} tokens, {speed}, {now.in_flight} of {now.window} of the window in flight")
 
             async with trio.open_nursery() as nursery:
                 for prompt in prompts:
                     nursery.start_soon(proceed, prompt)
-        return Summary(time.perf_counter() - start, pipe.stages, pipe.statistics().stages, max(threads))
+        return Summary(_speed(prompts, start), pipe.stages, pipe.statistics().stages, max(threads))
 
 
 def _threads_of_stage(_stage: Stage) -> int:
     return torch.get_num_threads()
 
 
-def _best(logits: Tensor) -> int:
-    return int(logits[0, -1].argmax())
+def _speed(prompts: Sequence[Prompt], start: float) -> str:
+    return f"{sum(prompt.tokens for prompt in prompts) / (time.perf_counter() - start):.1f} tokens/s"
 
 
 def _describe(summary: Summary) -> None:
@@ -160,64 +163,53 @@ def _describe(summary: Summary) -> None:
         ]
         for stage, seen in zip(summary.stages, summary.statistics, strict=True)
     ]
-    print(f"\n{table(head, rows)}")
+    print(f"\n{table(head, rows)}\n")
+    print(f"{len(summary.stages)} stages, {_threads(summary.threads)} each: {summary.speed}")
 
 
 def _short(names: Sequence[str]) -> str:
-    """``embed_tokens, layers 0-14`` for all their full names."""
+    """``embed_tokens, 0-14`` for all their full names."""
     parts: list[str] = []
     for layers, group in groupby((name.rpartition(".")[2] for name in names), key=str.isdecimal):
         last_parts = list(group)
-        parts += [f"layers {last_parts[0]}-{last_parts[-1]}"] if layers else last_parts
+        parts += [f"{last_parts[0]}-{last_parts[-1]}"] if layers else last_parts
     return ", ".join(parts)
 
 
 # ---- without it ---------------------------------------------------------------------------------------------------------
 
 
-def _check(model: LanguageModel, prompts: Sequence[Prompt], summary: Summary, max_new_tokens: int) -> int:
-    """Do it again with the unsplit model, one prompt after the other; and measure that, also with more or fewer threads."""
+def _check(prompts: Sequence[Prompt], begin: Callable[[], list[Prompt]], summary: Summary) -> int:
+    """Do it again with the unsplit model, and compare; and see how fast it is, also with more or fewer threads."""
     device = summary.stages[0].device
-    model.model.to(device)
     before = torch.get_num_threads()
-    print("The unsplit model, one prompt after the other:", flush=True)
+    again = begin()
+    print("the unsplit model, one prompt after the other:", flush=True)
     try:
-        expected, speed = _unsplit(model, prompts, max_new_tokens, device, summary.threads)
-        print(f"  {_threads(summary.threads)}: {speed:.1f} tokens/s", flush=True)
+        print(f"  {_threads(summary.threads)}: {_unsplit(again, device, summary.threads)}", flush=True)
         for threads in sorted({1, _cores()} - {summary.threads}) if device == "cpu" else ():
-            _, speed = _unsplit(model, prompts, max_new_tokens, device, threads, SAMPLE_S)
-            print(f"  {_threads(threads)}: {speed:.1f} tokens/s (measured for {SAMPLE_S:.0f} s)", flush=True)
+            print(
+                f"  {_threads(threads)}: {_unsplit(begin(), device, threads, SAMPLE_S)} (for {SAMPLE_S:.0f} s)", flush=True
+            )
     finally:
         torch.set_num_threads(before)
-    wrong = [prompt for prompt, tokens in zip(prompts, expected, strict=True) if prompt.tokens != tokens]
+    wrong = [new.text.prompt for old, new in zip(prompts, again, strict=True) if not torch.equal(old.ids, new.ids)]
     print(f"tokens equal the unsplit model's: {'NO' if wrong else 'yes'}")
     for prompt in wrong:
-        print(f"  differs: {prompt.text.prompt!r}")
+        print(f"  not for {prompt!r}")
     return FAILED if wrong else OK
 
 
-def _unsplit(
-    model: LanguageModel,
-    prompts: Sequence[Prompt],
-    max_new_tokens: int,
-    device: str,
-    threads: int,
-    seconds: float | None = None,
-) -> tuple[list[list[int]], float]:
-    """The tokens of each prompt and how many there were per second; if need be, of no more than fit in so many seconds."""
+def _unsplit(prompts: Sequence[Prompt], device: str, threads: int, seconds: float = math.inf) -> str:
+    """Continue the prompts one after the other, for no longer than this, and say how fast that was."""
     torch.set_num_threads(threads)
     start = time.perf_counter()
-    found: list[list[int]] = []
     with torch.inference_mode():
         for prompt in prompts:
-            ids, tokens = prompt.given.to(device), list[int]()
-            found.append(tokens)
-            while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in model.ends):
-                tokens.append(_best(model.model(input_ids=ids, logits_to_keep=1, use_cache=False).logits))
-                ids = torch.cat([ids, torch.tensor([tokens[-1:]], device=device)], dim=1)
-                if seconds is not None and time.perf_counter() - start > seconds:
-                    return found, sum(map(len, found)) / (time.perf_counter() - start)
-    return found, sum(map(len, found)) / (time.perf_counter() - start)
+            model = prompt.model.model.to(device)
+            while not prompt.text.whole and time.perf_counter() - start < seconds:
+                prompt.add(model(input_ids=prompt.ids.to(device), logits_to_keep=1, use_cache=False))
+    return _speed(prompts, start)
 
 
 def _threads(count: int) -> str:
