@@ -229,6 +229,10 @@ class Door:
     header_out: Connection
     down: Connection
     up: Connection
+    payload_in: Connection | None
+    """The first stage's: payloads from the controller come by a socket of their own."""
+    payload_out: Connection | None
+    """The last stage's: so do those to it."""
     death: Connection
     """Read end of the pipe that the controller never writes to: its end of file is the controller's death."""
     stdout: Connection
@@ -248,7 +252,7 @@ class Build:
     skeleton: bytes
     specs: tuple[Any, ...]
     backend: str
-    """Between stages; the controller's edges are always gloo."""
+    """Between stages: ``"gloo"`` or ``"nccl"``."""
     unpack: bool
     """Whether a plain tuple from the stage before becomes this stage's positional arguments."""
     seed: int
@@ -273,4 +277,5 @@ def encode(frame: Any) -> bytes:
 def decode(data: bytes) -> Any:
     """The frame that ``encode`` made these bytes of."""
     content: tuple[Any, ...] = pickle.loads(data)
-    return _KINDS[content[0]](*content[1:])
+    kind: Any = _KINDS[content[0]]
+    return kind(*content[1:])

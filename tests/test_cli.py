@@ -16,6 +16,7 @@ import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_demo, "SAMPLE_S", 0.1)
     for name in ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):  # which the demo sets for good
         monkeypatch.setenv(name, "true")
 
@@ -160,14 +162,14 @@ def test_demo_of_a_directory(tiny_model: str, pp: int, capsys: pytest.CaptureFix
 def test_demo_finds_a_difference(
     tiny_model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unsplit = _demo._unsplit
+    likeliest = _demo.Prompt.add
 
-    def wrong(prompts: list[_demo.Prompt], *arguments: object) -> str:
-        speed = unsplit(prompts, *arguments)  # pyright: ignore[reportArgumentType]
-        prompts[1].ids = prompts[1].ids + 1
-        return speed
+    def wrong(prompt: _demo.Prompt, output: Any) -> None:
+        if prompt.text.prompt == "b":
+            output.logits.neg_()
+        likeliest(prompt, output)
 
-    monkeypatch.setattr(_demo, "_unsplit", wrong)
+    monkeypatch.setattr(_demo.Prompt, "add", wrong)
     assert main(["demo", "--model", tiny_model, "--max-new-tokens", "2", "--prompt=a", "--prompt=b"]) == 1
     assert capsys.readouterr().out.endswith("tokens equal the unsplit model's: NO\n  not for 'b'\n")
 

@@ -13,6 +13,7 @@ Roof to ground:
     _tickets.py      one submitted micro-batch
     _map.py          a stream of micro-batches
     _batches.py      a batch into micro-batches and back
+    _interrupts.py   Ctrl-C during the end
     _output.py       what stages print
     _places.py       devices, backend, threads
 """

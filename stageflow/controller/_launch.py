@@ -27,6 +27,7 @@ import trio
 
 from stageflow._frames import StageInfo
 from stageflow._lifecycle import State
+from stageflow.controller._interrupts import is_cancelled, is_interrupt, protected, to_the_end
 from stageflow.controller._ledger import Ledger
 from stageflow.controller._pipeline import MADE_BY_LAUNCH, Pipeline
 from stageflow.controller._places import choose_backend, choose_devices, choose_threads
@@ -37,12 +38,10 @@ from stageflow.controller._traffic import Listener, Reader, Writer
 from stageflow.errors import LaunchError
 from stageflow.observe import ProgressBoard
 from stageflow.partition import cut
-from stageflow.transport import EdgeReceiver, EdgeSender, Rendezvous
+from stageflow.transport import EdgeReceiver, EdgeSender, StreamGroup
 
-_CPU = torch.device("cpu")
-
-THREADS_S = 10.0
-"""For reader and writer to end when every stage has: only a stage that hangs in the kernel can hold them up."""
+THREADS_S = 1.0
+"""For reader and writer to end when they are told: only a header pipe that somebody else holds open can keep them."""
 
 
 def make_plan(
@@ -128,6 +127,7 @@ class Launch(AbstractAsyncContextManager[Pipeline]):
 
 
 @asynccontextmanager
+@protected
 async def _run(plan: Plan) -> AsyncGenerator[Pipeline]:
     directory = Path(tempfile.mkdtemp(prefix="stageflow-"))  # only this user may enter it
     try:
@@ -138,6 +138,7 @@ async def _run(plan: Plan) -> AsyncGenerator[Pipeline]:
 
 
 @asynccontextmanager
+@protected
 async def _supervised(plan: Plan, directory: Path) -> AsyncGenerator[Pipeline]:
     board = ProgressBoard(directory / "progress", len(plan.infos), create=True)
     started = await _start(plan, directory)
@@ -152,7 +153,7 @@ async def _supervised(plan: Plan, directory: Path) -> AsyncGenerator[Pipeline]:
             async with tricycle.open_service_nursery() as service_nursery:
                 try:
                     services.start(service_nursery)
-                    error = await _become_ready(services, directory)
+                    error = await _become_ready(services)
                     if error is None and supervisor.failure is None:
                         supervisor.launched = True
                         try:
@@ -165,13 +166,18 @@ async def _supervised(plan: Plan, directory: Path) -> AsyncGenerator[Pipeline]:
                             error = raised
                 finally:
                     services.ledger.close(lambda: trio.ClosedResourceError("this pipeline's block has ended"))
-                    try:
-                        if await supervisor.shut_down(services.ledger.send_end_of_stream):
-                            error = error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
-                    finally:
-                        await services.stop()
-                        service_nursery.cancel_scope.cancel()
-                        supervisor.stop_watching()
+                    interrupted = await supervisor.shut_down(services.ledger.send_end_of_stream)
+                    interrupted |= await to_the_end(services.stop)
+                    if interrupted and not isinstance(error, KeyboardInterrupt):
+                        error = KeyboardInterrupt()
+                    service_nursery.cancel_scope.cancel()
+                    supervisor.stop_watching()
+    except BaseException as raised:
+        # Out of the nurseries comes the caller's cancellation; a Ctrl-C that was pending; or an error of our own.
+        if is_interrupt(raised):
+            error = error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
+        elif error is None or not is_cancelled(raised):
+            raise
     finally:
         _close_all(started, services, board)
     failure = supervisor.failure
@@ -198,7 +204,9 @@ class _Services:
         self.plan = plan
         self.started = started
         self.supervisor = supervisor
-        self.writer = Writer(supervisor.transport_failed)
+        sender = EdgeSender(started.header_out, StreamGroup(started.payload_out))
+        receiver = EdgeReceiver(started.header_in, StreamGroup(started.payload_in))
+        self.writer = Writer(sender, supervisor.transport_failed)
         self.ledger = Ledger(plan.window, self.writer)
         self.pipe = Pipeline(made_by=MADE_BY_LAUNCH, ledger=self.ledger, ranks=started.ranks, board=board)
         listener = Listener(
@@ -211,7 +219,7 @@ class _Services:
             silent=supervisor.heard_all,
             transport=supervisor.transport_failed,
         )
-        self.reader = Reader([rank.up for rank in started.ranks], listener)
+        self.reader = Reader(receiver, [rank.up for rank in started.ranks], listener)
         self._ended: dict[Reader | Writer, trio.Event] = {self.reader: trio.Event(), self.writer: trio.Event()}
         supervisor.on_break(lambda failure: self.ledger.close(failure.copy))
 
@@ -221,6 +229,7 @@ class _Services:
         nursery.start_soon(self.supervisor.watch_stalls, self.ledger.has_work)
         nursery.start_soon(self.ledger.watch_window)
 
+    @protected
     async def _run(self, thread: Reader | Writer) -> None:
         # A limiter of its own for each, so that nobody's other threads can starve it. Left behind only if `stop` has waited
         # for it in vain.
@@ -230,68 +239,53 @@ class _Services:
             self._ended[thread].set()
 
     async def stop(self) -> None:
-        """End the threads. The stages have ended, so neither is blocked in anything but its own queue."""
+        """End the threads."""
         self.writer.stop()
         self.reader.stop()
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + THREADS_S):
+        with trio.move_on_after(THREADS_S):
             for ended in self._ended.values():
                 await ended.wait()
 
 
-async def _become_ready(services: _Services, directory: Path) -> BaseException | None:
-    """Hand the model over, join the ring, send the warm-up round it, wait for all ranks.
+async def _become_ready(services: _Services) -> BaseException | None:
+    """Hand the model over, send the warm-up round the ring, wait for all ranks.
 
     Returns:
         What went wrong here rather than in a stage: an error of pickling the model, a time-out, a Ctrl-C. What went wrong
         in a stage is the supervisor's failure.
     """
-    plan, started, supervisor = services.plan, services.started, services.supervisor
-    place = Rendezvous(directory, plan.start_timeout)
+    plan, supervisor = services.plan, services.supervisor
     problem: BaseException | None = None
     ready = False
 
-    def join() -> None:
-        outgoing = place.join(0, 0, 0, "gloo", _CPU)
-        incoming = place.join(len(started.ranks), 0, 1, "gloo", _CPU)
-        services.writer.attach(EdgeSender(started.header_out, outgoing))
-        services.reader.attach(EdgeReceiver(started.header_in, incoming))
-
-    async def join_all() -> None:
-        try:
-            await trio.to_thread.run_sync(join, limiter=trio.CapacityLimiter(1))
-        except Exception as error:
-            if not place.aborted:
-                supervisor.transport_failed(None, error)
-        else:
-            services.ledger.send_warmup()
-
+    @protected
     async def give(rank: Rank) -> None:
         nonlocal problem
         try:
             await trio.to_thread.run_sync(hand_over, rank, plan, limiter=trio.CapacityLimiter(1))
         except OSError:
             pass  # the rank is gone; its supervisor says why
-        except Exception as error:  # what pickling the model raised: the user's to know, as it is
+        except Exception as error:
             problem = problem or error
             trying.cancel()
 
+    @protected
     async def unblock() -> None:
-        # The threads above can only be ended from outside: by the rendezvous, and by the death of who should read.
+        # The threads above are held up by ranks that don't read: only their end can end them.
         try:
             await trio.sleep_forever()
         finally:
             if not ready:
-                place.abort()
                 supervisor.kill_all()
 
     trying = trio.CancelScope()
     supervisor.on_break(lambda _failure: trying.cancel())
+    services.ledger.send_warmup()
     try:
         with trio.fail_after(plan.start_timeout), trying:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(unblock)
-                nursery.start_soon(join_all)
-                for rank in started.ranks:
+                for rank in services.started.ranks:
                     nursery.start_soon(give, rank)
                 await supervisor.all_ready.wait()
                 await supervisor.warm.wait()
@@ -299,21 +293,17 @@ async def _become_ready(services: _Services, directory: Path) -> BaseException |
                 nursery.cancel_scope.cancel()
     except trio.TooSlowError:
         problem = supervisor.launch_timed_out()
-    except BaseExceptionGroup as group:
-        if group.subgroup(KeyboardInterrupt) is None:
+    except BaseException as error:
+        if not is_interrupt(error):
             raise
         problem = KeyboardInterrupt()
-    except KeyboardInterrupt as interrupt:
-        problem = interrupt
     return problem
 
 
 def _close_all(started: Started, services: _Services, board: ProgressBoard) -> None:
-    """Close everything that the controller holds. Every process has ended; if one has not, it is killed here."""
+    """Close everything that the controller holds. Every process has ended; one that has not is killed once more."""
     for rank in started.ranks:
-        if rank.exitcode is None:
-            rank.kill()
-            rank.reap()
+        rank.kill()
     started.output.stop()
     services.reader.close()
     services.writer.close()

@@ -19,6 +19,7 @@ import attrs
 import trio
 
 from stageflow._frames import Call, EndOfStream, MicroBatch, Report, Warmup
+from stageflow.controller._interrupts import protected
 from stageflow.controller._tickets import Entry, Outcome, Ticket
 from stageflow.controller._traffic import Writer
 from stageflow.controller._window import Window
@@ -90,6 +91,7 @@ class Ledger:
         self.window.acquire_nowait()
         return self._send(args, kwargs, stage_kwargs)
 
+    @protected
     def _send(self, args: tuple[Any, ...], kwargs: dict[str, Any], stage_kwargs: Mapping[str, Any] | None) -> Ticket:
         """Pack and put; a slot has been taken for it."""
         try:
@@ -183,6 +185,7 @@ class Ledger:
         """Whether the stages owe an answer."""
         return bool(self._calls) or any(entry.outcome is None for entry in self._entries.values())
 
+    @protected
     async def watch_window(self) -> None:
         """Say so when a task waits for a slot that only itself could give back. For the service nursery."""
         full_since, seen = trio.current_time(), -1

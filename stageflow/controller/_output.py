@@ -2,8 +2,10 @@
 
 Rules of this file:
 
-* One thread for all ranks, which only reads and writes: a flood never blocks a stage for longer than it takes to read it,
+* One thread for all ranks, which only reads and shows: a flood never blocks a stage for longer than it takes to show it,
   whatever the Trio loop or the reader does.
+* Showing may block, if nobody reads the controller's own output; then it blocks that thread and nothing else: it is done
+  outside the lock, and the end waits for it only so long.
 * Reads never block; the thread ends when it is told, not when the pipes close: a process that a stage forked may hold them.
 """
 
@@ -19,6 +21,9 @@ from multiprocessing.connection import Connection
 
 _CHUNK = 64 * 1024
 _TAIL_LINES = 20
+_SHOW_S = 1.0
+"""For the last lines to be shown when all has ended."""
+
 _LINE_LIMIT = 8 * 1024
 """A line longer than this is shown in pieces: an endless one fills no memory."""
 
@@ -34,28 +39,28 @@ class _Stream:
         self._rest = b""
         os.set_blocking(connection.fileno(), False)
 
-    def pump(self) -> bool:
-        """Show what is there; False at the end of the stream."""
+    def read(self) -> tuple[list[str], bool]:
+        """The lines that are there, ready to be shown, and whether there may be more to come."""
         try:
             data = os.read(self.connection.fileno(), _CHUNK)
         except BlockingIOError:
-            return True
+            return [], True
         except OSError:
             data = b""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if self._rest and (not data or len(self._rest) > _LINE_LIMIT):
             lines.append(self._rest)
             self._rest = b""
-        for line in lines:
-            text = line.decode("utf-8", "replace").rstrip("\r")
-            self.tail.append(text)
-            self._show(text)
-        return bool(data)
+        texts = [line.decode("utf-8", "replace").rstrip("\r") for line in lines]
+        self.tail.extend(texts)
+        return texts, bool(data)
 
-    def _show(self, text: str) -> None:
+    def show(self, lines: Sequence[str]) -> None:
+        """Print lines on the controller's stream."""
         stream = sys.stderr if self._to_stderr else sys.stdout
         try:
-            stream.write(f"[{self._label}] {text}\n")
+            for line in lines:
+                stream.write(f"[{self._label}] {line}\n")
             stream.flush()
         except (OSError, ValueError, AttributeError):  # the user closed it, or there is none
             pass
@@ -70,6 +75,8 @@ class Output:
             (_Stream(label, out, False), _Stream(label, err, True)) for label, (out, err) in zip(labels, pipes, strict=True)
         ]
         self._lock = threading.Lock()
+        self._unshown: list[tuple[_Stream, list[str]]] = []
+        """What ``stderr_tail`` read, for the thread to show."""
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, name="stageflow output", daemon=True)
         self._thread.start()
@@ -78,17 +85,17 @@ class Output:
         """The last lines of a rank's stderr, with what it has just written."""
         stream = self._streams[rank][1]
         with self._lock:
-            stream.pump()
+            lines, _ = stream.read()
+            self._unshown.append((stream, lines))
             return tuple(stream.tail)
 
     def stop(self) -> None:
-        """Show what is left, and end."""
+        """Show what is left, and end. Bounded: a reader of ours that has stopped reading is left to itself."""
         os.write(self._wake_write, b"q")
-        self._thread.join()
+        self._thread.join(_SHOW_S)
+        if self._thread.is_alive():
+            return
         for stream in (stream for pair in self._streams for stream in pair):
-            for _ in range(16):  # what a pipe holds, not what a left-over child may go on writing
-                if not stream.pump():
-                    break
             stream.connection.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -99,10 +106,23 @@ class Output:
         streams = {stream.connection.fileno(): stream for pair in self._streams for stream in pair}
         for descriptor in streams:
             poll.register(descriptor, select.POLLIN)
-        while True:
+        ending = False
+        while not ending:
             for descriptor, _ in poll.poll():
                 if descriptor == self._wake_read:
-                    return
-                with self._lock:
-                    if not streams[descriptor].pump():
-                        poll.unregister(descriptor)
+                    ending = True
+                elif not self._pump(streams[descriptor]):
+                    poll.unregister(descriptor)
+        for stream in streams.values():
+            for _ in range(16):  # what a pipe holds, not what a left-over child may go on writing
+                if not self._pump(stream):
+                    break
+
+    def _pump(self, stream: _Stream) -> bool:
+        with self._lock:
+            lines, more = stream.read()
+            batches = [*self._unshown, (stream, lines)]
+            self._unshown.clear()
+        for one, texts in batches:
+            one.show(texts)
+        return more

@@ -21,10 +21,8 @@ import os
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -37,9 +35,6 @@ _PRELOAD_TOO = ("transformers.modeling_utils",)
 of every launch otherwise. The fork server is started once per program, so this is decided at the first launch."""
 
 _start_lock = threading.Lock()
-
-_death_pipes: weakref.WeakSet[Connection] = weakref.WeakSet()
-"""Write ends whose closing must mean that the controller is gone. See ``_close_in_forked_child``."""
 
 
 def choose_start_method(start_method: str | None) -> str:
@@ -104,18 +99,12 @@ def _main_left_alone() -> Generator[None]:
         multiprocessing.spawn.get_preparation_data = original
 
 
-def guard_death_pipe(write_end: Connection) -> None:
-    """Close this write end in every forked child of the controller.
+def open_sentinel(process: BaseProcess, start_method: str) -> int:
+    """A descriptor that becomes readable when the process has ended, whoever else holds what it held. Ours to close.
 
-    A forked DataLoader worker would otherwise hold it open, and the stages would outlive a killed controller with it.
+    The fork server tells of the end of its children. A spawned one is our own child, and multiprocessing's sentinel for it
+    is a pipe that the process's own forked children keep open; the kernel's is not.
     """
-    _death_pipes.add(write_end)
-
-
-def _close_in_forked_child() -> None:
-    for write_end in list(_death_pipes):
-        if not write_end.closed:
-            os.close(write_end.fileno())
-
-
-os.register_at_fork(after_in_child=_close_in_forked_child)
+    if start_method == "spawn" and hasattr(os, "pidfd_open") and process.pid is not None:
+        return os.pidfd_open(process.pid)
+    return os.dup(process.sentinel)

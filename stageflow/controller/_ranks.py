@@ -18,13 +18,15 @@ from pathlib import Path
 
 import attrs
 import trio
+from torch import nn
 
 from stageflow._frames import Build, Door, Report, StageInfo, encode
 from stageflow._lifecycle import State
 from stageflow.controller._output import Output
-from stageflow.controller._process import guard_death_pipe, start_process
+from stageflow.controller._process import open_sentinel, start_process
+from stageflow.errors import LaunchError
 from stageflow.partition import StagePiece
-from stageflow.transport import open_memory, take_apart, write_tensors
+from stageflow.transport import close_in_forked_children, open_memory, take_apart, write_tensors
 
 
 @attrs.frozen(kw_only=True)
@@ -55,6 +57,8 @@ class Rank:
     up: Connection
     death: Connection
     memory: Connection
+    sentinel: int
+    """Readable when the process has ended."""
     state: State = State.STARTING
     exitcode: int | None = None
     died_at: float | None = None
@@ -80,7 +84,6 @@ class Rank:
 
     def reap(self) -> int:
         """The exit code of a process whose sentinel is readable."""
-        self.process.join(1)
         code = self.process.exitcode
         self.exitcode = 255 if code is None else code
         return self.exitcode
@@ -89,6 +92,7 @@ class Rank:
         """Close the parent's ends. The up pipe is the reader's until that has ended."""
         for connection in (self.down, self.up, self.death, self.memory):
             connection.close()
+        os.close(self.sentinel)
         with contextlib.suppress(ValueError):  # one that hangs in the kernel can't be closed
             self.process.close()
 
@@ -101,6 +105,8 @@ class Started:
     output: Output
     header_out: Connection
     header_in: Connection
+    payload_out: Connection
+    payload_in: Connection
 
 
 def start_ranks(plan: Plan, directory: Path) -> Started:
@@ -108,10 +114,12 @@ def start_ranks(plan: Plan, directory: Path) -> Started:
     count = len(plan.infos)
     pipe = multiprocessing.Pipe
     headers = [pipe(duplex=False) for _ in range(count + 1)]  # (read, write) of each edge of the ring
+    payload_out, payload_first = pipe()  # a pair of sockets each
+    payload_in, payload_last = pipe()
     ranks: list[Rank] = []
     outputs: list[tuple[Connection, Connection]] = []
-    ours: list[Connection] = [headers[0][1], headers[-1][0]]
-    childs: list[Connection] = [end for edge in headers for end in edge if end not in ours]
+    ours: list[Connection] = [headers[0][1], headers[-1][0], payload_out, payload_in]
+    childs: list[Connection] = [end for edge in headers for end in edge if end not in ours] + [payload_first, payload_last]
     try:
         for info in plan.infos:
             (down_r, down_w), (up_r, up_w), (death_r, death_w) = pipe(duplex=False), pipe(duplex=False), pipe(duplex=False)
@@ -119,7 +127,6 @@ def start_ranks(plan: Plan, directory: Path) -> Started:
             memory = open_memory()
             ours += [down_w, up_r, death_w, out_r, err_r, memory]
             childs += [down_r, up_w, death_r, out_w, err_w]
-            guard_death_pipe(death_w)
             door = Door(
                 rank=info.rank,
                 ranks=count,
@@ -129,26 +136,33 @@ def start_ranks(plan: Plan, directory: Path) -> Started:
                 header_out=headers[info.stage_index + 1][1],
                 down=down_r,
                 up=up_w,
+                payload_in=payload_first if info.is_first else None,
+                payload_out=payload_last if info.is_last else None,
                 death=death_r,
                 stdout=out_w,
                 stderr=err_w,
                 memory=memory,
             )
-            name = f"stageflow stage {info.stage_index + 1}/{info.num_stages}"
+            name = f"stageflow stage {info.stage_index}/{info.num_stages}"
             process = start_process(plan.start_method, name, door)
-            ranks.append(Rank(info, process, down_w, up_r, death_w, memory))
+            sentinel = open_sentinel(process, plan.start_method)
+            ranks.append(Rank(info, process, down_w, up_r, death_w, memory, sentinel))
             outputs.append((out_r, err_r))
     except BaseException:
         for rank in ranks:
             rank.kill()
-            rank.reap()
+            rank.process.join(1)
+            os.close(rank.sentinel)
         for connection in ours:
             connection.close()
         raise
     finally:
         for connection in childs:
             connection.close()
-    return Started(tuple(ranks), Output([rank.label for rank in ranks], outputs), headers[0][1], headers[-1][0])
+    # A forked child of ours (a DataLoader's worker) that held a death pipe would keep the stages alive after our end.
+    close_in_forked_children(*ours)
+    output = Output([rank.label for rank in ranks], outputs)
+    return Started(tuple(ranks), output, headers[0][1], headers[-1][0], payload_out, payload_in)
 
 
 def hand_over(rank: Rank, plan: Plan) -> None:
@@ -156,11 +170,21 @@ def hand_over(rank: Rank, plan: Plan) -> None:
 
     Raises:
         OSError: the rank is gone. Its supervisor says why.
-        Exception: whatever pickling the piece raised.
+        LaunchError: the piece can't be pickled.
     """
     info = rank.info
     piece = plan.pieces[info.stage_index]
-    skeleton, tensors = take_apart(piece.target)
+    try:
+        skeleton, tensors = take_apart(piece.target)
+    except Exception as error:
+        raise LaunchError(
+            f"what {rank.label} is to run can't be sent to it: {type(error).__name__}: {error}{_culprit(piece.target)}. "
+            "Build it in the stage instead, by a function build(stage) given as model, or leave it out",
+            stage_index=info.stage_index,
+            tp_index=info.tp_index,
+            rank=info.rank,
+            phase="hand-over",
+        ) from error
     specs = write_tensors(rank.memory, tensors)
     frame = Build(
         info=info,
@@ -183,3 +207,20 @@ def signal_name(exitcode: int) -> str | None:
         return signals.Signals(-exitcode).name
     except ValueError:
         return f"signal {-exitcode}"
+
+
+def _culprit(target: object) -> str:
+    """Which attribute of which module can't be pickled, for the message; nothing if it isn't a single one."""
+    if not isinstance(target, nn.Module):
+        return ""
+    modules: list[tuple[str, nn.Module]] = list(target.named_modules())
+    for name, module in modules:
+        for attribute, value in vars(module).items():
+            if attribute in ("_modules", "_parameters", "_buffers"):
+                continue
+            try:
+                take_apart(value)
+            except Exception:
+                path = ".".join(filter(None, [name, attribute]))
+                return f" (attribute {path!r} of {type(module).__name__}, a {type(value).__name__})"
+    return ""

@@ -16,9 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import signal as signals
-import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ import trio
 
 from stageflow._frames import Bye, Fatal, Hello, Phase, Ready, Report
 from stageflow._lifecycle import STARTING_UP, Event, ProtocolError, State, advance
+from stageflow.controller._interrupts import on_interrupt, protected, to_the_end
 from stageflow.controller._output import Output
 from stageflow.controller._ranks import Plan, Rank, signal_name
 from stageflow.errors import LaunchError, PipelineBroken, StageDied, StageflowError, StageStalled
@@ -54,7 +53,6 @@ class Supervisor:
         self.ranks = ranks
         self.failure: StageflowError | None = None
         """What broke the pipeline; waiters raise copies of it."""
-        self.broken = trio.Event()
         self.warm = trio.Event()
         """The warm-up has been round the ring."""
         self.all_ready = trio.Event()
@@ -65,6 +63,8 @@ class Supervisor:
         self._board = board
         self._directory = directory
         self._on_break: list[Callable[[StageflowError], None]] = []
+        self._over = trio.Event()
+        """Every process has ended, or the pipeline is broken."""
         self._conclusive = trio.Event()
         self._first_sign = trio.Event()
         self._stall: StageStalled | None = None
@@ -125,12 +125,13 @@ class Supervisor:
         if conclusive:
             self._conclusive.set()
 
+    @protected
     async def watch(self, rank: Rank) -> None:
         """Wait for the end of one process. For the reaper nursery."""
         # Shielded: a cancelled block still has to know when its processes are gone. `stop_watching` ends it.
         with trio.CancelScope(shield=True) as scope:
             self._watches.append(scope)
-            await trio.lowlevel.wait_readable(rank.process.sentinel)
+            await trio.lowlevel.wait_readable(rank.sentinel)
             code = rank.reap()
             if code >= 0:  # it ended by itself: it may have said why, or goodbye, and that is still being read
                 with trio.move_on_after(SETTLE_S):
@@ -148,7 +149,10 @@ class Supervisor:
             rank.state = State.LOST
             self._sign(conclusive=rank.report is None)
         rank.gone.set()
+        if all(other.gone.is_set() for other in self.ranks) and not self._first_sign.is_set():
+            self._over.set()
 
+    @protected
     async def settle(self) -> None:
         """Wait for a first sign of a loss, choose the cause, break. For the reaper nursery."""
         with trio.CancelScope(shield=True) as scope:
@@ -156,7 +160,7 @@ class Supervisor:
             await self._first_sign.wait()
             with trio.move_on_after(SETTLE_S):
                 await self._conclusive.wait()
-            self._break(self._choose())
+            self._break()
 
     def stop_watching(self) -> None:
         """End the tasks of the reaper nursery: nothing is left to watch, or it can't be ended."""
@@ -167,14 +171,14 @@ class Supervisor:
         """The rank's up pipe has been read to its end."""
         self.ranks[rank].heard.set()
 
-    def _break(self, failure: StageflowError) -> None:
+    def _break(self) -> None:
         if self.failure is not None:
             return
-        self.failure = failure
-        self.kill_all()
-        self.broken.set()
+        self.kill_all()  # first of all: what follows may take its time, a stage must not
+        self.failure = self._choose()
+        self._over.set()
         for callback in self._on_break:
-            callback(failure)
+            callback(self.failure)
 
     def kill_all(self) -> None:
         """SIGKILL to every rank: from here on, a process that ends is no sign of anything."""
@@ -256,6 +260,7 @@ class Supervisor:
 
     # ---- stalls ---------------------------------------------------------------------------------------------------------
 
+    @protected
     async def watch_stalls(self, has_work: Callable[[], bool]) -> None:
         """Break the pipeline when no rank has got on with anything for ``stall_timeout`` while work is assigned.
 
@@ -314,30 +319,29 @@ class Supervisor:
         """
         interrupted = False
 
-        async def kill_on_interrupt(task_status: trio.TaskStatus[None]) -> None:
+        def interrupt() -> None:
             nonlocal interrupted
-            with trio.open_signal_receiver(signals.SIGINT) as interrupts:
-                task_status.started()
-                async for _ in interrupts:
-                    interrupted = True
-                    self.kill_all()
+            interrupted = True
+            self.kill_all()
 
-        with trio.CancelScope(shield=True):
-            async with trio.open_nursery() as nursery:
-                if threading.current_thread() is threading.main_thread():
-                    await nursery.start(kill_on_interrupt)
+        async def ladder() -> None:
+            try:
                 await self._ladder(send_end_of_stream)
-                nursery.cancel_scope.cancel()
+            except KeyboardInterrupt:  # one that was pending
+                interrupt()
+                raise
+
+        with on_interrupt(interrupt):
+            await to_the_end(ladder)
         return interrupted
 
     async def _ladder(self, send_end_of_stream: Callable[[], None]) -> None:
-        if self.failure is None and self.launched:
+        if self.launched and not self._ending:
             send_end_of_stream()
             with trio.move_on_after(self._plan.shutdown_timeout):
-                await self._all_gone_or_broken()
-            self._ending = True
+                await self._over.wait()
             if self.failure is None and (late := self._alive()):
-                self._forced = True
+                self._ending = self._forced = True
                 logger.warning(
                     "%s did not end within shutdown_timeout=%g s and will be terminated",
                     ", ".join(rank.label for rank in late),
@@ -347,29 +351,15 @@ class Supervisor:
         self._ending = True
         await self._signal_and_wait(signals.SIGKILL, REAP_S)
         for rank in self._alive():
-            warnings.warn(
-                f"{rank.label}, pid {rank.process.pid}, is still there {REAP_S:g} s after SIGKILL: it hangs in the kernel",
-                RuntimeWarning,
-                stacklevel=2,
+            logger.error(
+                "%s, pid %s, is still there %g s after SIGKILL: it hangs in the kernel, and is left behind",
+                rank.label,
+                rank.process.pid,
+                REAP_S,
             )
 
     def _alive(self) -> list[Rank]:
         return [rank for rank in self.ranks if not rank.gone.is_set()]
-
-    async def _all_gone_or_broken(self) -> None:
-        async with trio.open_nursery() as nursery:
-
-            async def stop_when_broken() -> None:
-                await self.broken.wait()
-                nursery.cancel_scope.cancel()
-
-            nursery.start_soon(stop_when_broken)
-            for rank in self.ranks:
-                await rank.gone.wait()
-            nursery.cancel_scope.cancel()
-        # A loss in these last moments is still settling.
-        if self._first_sign.is_set():
-            await self.broken.wait()
 
     async def _signal_and_wait(self, signal: int, seconds: float) -> None:
         if not (alive := self._alive()):

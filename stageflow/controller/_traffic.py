@@ -64,27 +64,22 @@ class Listener:
 class Reader:
     """The long-lived thread that reads. ``run`` is its whole life."""
 
-    def __init__(self, ups: Sequence[Connection], listener: Listener) -> None:
+    def __init__(self, receiver: EdgeReceiver, ups: Sequence[Connection], listener: Listener) -> None:
+        self._receiver = receiver
         self._ups = ups
         self._tell = Courier()
         self._to = listener
         self._wake_read, self._wake_write = os.pipe()
-        self._receiver: EdgeReceiver | None = None
         self._parts: dict[tuple[int, int], bytearray] = {}
 
-    def attach(self, receiver: EdgeReceiver) -> None:
-        """Read the result edge too, from now on."""
-        self._receiver = receiver
-        os.write(self._wake_write, b"a")
-
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread, whatever it is blocked in."""
         os.write(self._wake_write, b"q")
+        self._receiver.interrupt()
 
     def close(self) -> None:
         """Close the edge and the wake pipe, after the thread has ended."""
-        if self._receiver is not None:
-            self._receiver.close()
+        self._receiver.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -99,15 +94,13 @@ class Reader:
 
         for rank, up in enumerate(self._ups):
             watch(up.fileno(), partial(self._read_up, rank, up))
+        watch(self._receiver.fileno(), self._read_ring)
         poll.register(self._wake_read, select.POLLIN)
         while True:
             for descriptor, _ in poll.poll():
                 if descriptor == self._wake_read:
-                    if b"q" in os.read(self._wake_read, 64):
-                        return
-                    assert self._receiver is not None
-                    watch(self._receiver.fileno(), partial(self._read_ring, self._receiver))
-                elif not handlers[descriptor]():
+                    return
+                if not handlers[descriptor]():
                     poll.unregister(descriptor)
 
     def _read_up(self, rank: int, up: Connection) -> bool:
@@ -143,9 +136,9 @@ class Reader:
             problem = error
         self._tell(self._to.call, part.call_id, rank, value, report, problem)
 
-    def _read_ring(self, receiver: EdgeReceiver) -> bool:
+    def _read_ring(self) -> bool:
         try:
-            arrival = receiver.receive()
+            arrival = self._receiver.receive()
         except TransportError as error:
             self._tell(self._to.transport, None, error)
             return False
@@ -171,33 +164,28 @@ class Reader:
 class Writer:
     """The thread that writes. ``run`` is its whole life."""
 
-    def __init__(self, transport: Callable[[int | None, Exception], None]) -> None:
+    def __init__(self, sender: EdgeSender, transport: Callable[[int | None, Exception], None]) -> None:
+        self._sender = sender
         self._tell = Courier()
         self._transport = transport
         self._outbox: queue.SimpleQueue[tuple[RingFrame, list[Packed | None]] | None] = queue.SimpleQueue()
-        self._sender: EdgeSender | None = None
-
-    def attach(self, sender: EdgeSender) -> None:
-        """Where to write; before the first ``put``."""
-        self._sender = sender
 
     def put(self, frame: RingFrame, *values: Packed | None) -> None:
         """Send a frame, in its turn, with the values that it announces."""
         self._outbox.put((frame, list(values)))
 
     def stop(self) -> None:
-        """End the thread, after what has been put."""
+        """End the thread, whatever it is blocked in."""
         self._outbox.put(None)
+        self._sender.interrupt()
 
     def close(self) -> None:
         """Close the edge, after the thread has ended."""
-        if self._sender is not None:
-            self._sender.close()
+        self._sender.close()
 
     def run(self) -> None:
         """Write until told to stop."""
         while (item := self._outbox.get()) is not None:
-            assert self._sender is not None
             try:
                 sent = self._sender.send(*item)
                 del item

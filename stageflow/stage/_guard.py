@@ -27,10 +27,11 @@ _F_SETSIG = 10
 """Linux: which signal async I/O sends. Not in Python's fcntl module."""
 
 
-def arm(*, death: Connection, stdout: Connection, stderr: Connection, stacks: Path) -> None:
+def arm(*, name: str, death: Connection, stdout: Connection, stderr: Connection, stacks: Path) -> None:
     """Set up signals, output, fault reports and the death pipe of this process.
 
     Args:
+        name: what `ps` shows, at most 15 bytes.
         death: read end of the pipe that the controller never writes to.
         stdout: write end, becomes file descriptor 1.
         stderr: write end, becomes file descriptor 2.
@@ -47,6 +48,7 @@ def arm(*, death: Connection, stdout: Connection, stderr: Connection, stacks: Pa
     stacks_fd = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
     if sys.platform == "linux":
+        Path("/proc/self/comm").write_text(name)
         _arm_in_kernel(death.fileno())
     else:
         threading.Thread(target=_watch, args=(death.fileno(),), name="stageflow death watch", daemon=True).start()

@@ -60,7 +60,9 @@ from stageflow.transport import (
     Packed,
     Rendezvous,
     Sent,
+    StreamGroup,
     TransportError,
+    close_in_forked_children,
     pack,
     put_together,
     read_tensors,
@@ -74,7 +76,14 @@ _PART = 32 * 1024
 
 def main(door: Door) -> None:
     """The life of a stage process."""
-    arm(death=door.death, stdout=door.stdout, stderr=door.stderr, stacks=door.directory / f"stacks.{door.rank}")
+    arm(
+        name=f"stageflow {door.rank}/{door.ranks}",
+        death=door.death,
+        stdout=door.stdout,
+        stderr=door.stderr,
+        stacks=door.directory / f"stacks.{door.rank}",
+    )
+    close_in_forked_children(door.header_in, door.header_out, door.down, door.up, door.memory)
     up = _Up(door.up)
     try:
         up.send(Hello(os.getpid()))
@@ -141,9 +150,15 @@ def _join_edges(door: Door, build: Build) -> tuple[EdgeReceiver, EdgeSender]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     place = Rendezvous(door.directory, door.join_timeout)
-    # Every rank joins the edge it receives from first: edge 0 can be joined at once, and each one frees the next.
-    incoming = place.join(info.stage_index, info.tp_index, 1, "gloo" if info.is_first else build.backend, device)
-    outgoing = place.join(info.stage_index + 1, info.tp_index, 0, "gloo" if info.is_last else build.backend, device)
+    # Every rank joins the edge it receives from first: the first has nothing to join there, and each one frees the next.
+    if door.payload_in is not None:
+        incoming = StreamGroup(door.payload_in)
+    else:
+        incoming = place.join(info.stage_index - 1, info.tp_index, 1, build.backend, device)
+    if door.payload_out is not None:
+        outgoing = StreamGroup(door.payload_out)
+    else:
+        outgoing = place.join(info.stage_index, info.tp_index, 0, build.backend, device)
     return EdgeReceiver(door.header_in, incoming, pin=device.type == "cuda"), EdgeSender(door.header_out, outgoing)
 
 

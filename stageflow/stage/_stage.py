@@ -54,4 +54,4 @@ class Stage:
         return self.info.is_last
 
     def __repr__(self) -> str:
-        return f"<Stage {self.stage_index + 1}/{self.num_stages} on {self.info.device}: {type(self.module).__name__}>"
+        return f"<Stage {self.stage_index} of {self.num_stages} on {self.info.device}: {type(self.module).__name__}>"

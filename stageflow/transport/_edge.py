@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -34,15 +34,28 @@ from stageflow._frames import (
     decode,
     encode,
 )
-from stageflow.transport._groups import EdgeGroup, TransportError
+from stageflow.transport._groups import TransportError
 from stageflow.transport._packing import Packed, as_tensor, host_bytes, wire_sizes
+
+
+class Group(Protocol):
+    """What an edge needs of the way that payloads go: a process group of two, or a pair of sockets."""
+
+    wire_device: torch.device | None
+    """Where wires must lie; None for host memory."""
+
+    def send(self, wire: Tensor) -> Any: ...
+    def receive(self, wire: Tensor) -> Any: ...
+    def wait(self, work: Any) -> None: ...
+    def interrupt(self) -> None: ...
+    def close(self) -> None: ...
 
 
 @attrs.frozen
 class Sent:
     """Payloads on their way: alive until ``wait`` returns."""
 
-    group: EdgeGroup
+    group: Group
     works: list[tuple[Any, Tensor]]
     """Each with the wire that it reads."""
 
@@ -55,7 +68,7 @@ class Sent:
         try:
             for work, _wire in self.works:
                 self.group.wait(work)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise TransportError(str(error)) from error
 
 
@@ -70,7 +83,7 @@ class Arrival:
 class EdgeSender:
     """The sending end. One thread at a time."""
 
-    def __init__(self, header: Connection, group: EdgeGroup) -> None:
+    def __init__(self, header: Connection, group: Group) -> None:
         self._header = header
         self._group = group
         self.wire_device = group.wire_device
@@ -102,6 +115,10 @@ class EdgeSender:
         except (OSError, RuntimeError) as error:
             raise TransportError(str(error)) from error
 
+    def interrupt(self) -> None:
+        """Let what is blocked in a payload fail, if the way that payloads go allows it. From any thread."""
+        self._group.interrupt()
+
     def close(self) -> None:
         """Close the header pipe and the group. Nothing may be on its way."""
         self._header.close()
@@ -111,7 +128,7 @@ class EdgeSender:
 class EdgeReceiver:
     """The receiving end. One thread at a time."""
 
-    def __init__(self, header: Connection, group: EdgeGroup, *, pin: bool = False) -> None:
+    def __init__(self, header: Connection, group: Group, *, pin: bool = False) -> None:
         self._header = header
         self._group = group
         self._pin = pin
@@ -167,6 +184,10 @@ class EdgeReceiver:
         for work in works:
             self._group.wait(work)
         return wires, []
+
+    def interrupt(self) -> None:
+        """Let what is blocked in a payload fail, if the way that payloads go allows it. From any thread."""
+        self._group.interrupt()
 
     def close(self) -> None:
         """Close the header pipe and the group. Nothing may be on its way."""

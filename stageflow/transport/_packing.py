@@ -17,6 +17,7 @@ found in turn. Autograd history does not travel: a pipeline is forward only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import math
@@ -149,12 +150,12 @@ def take_apart(value: Any) -> tuple[bytes, list[Tensor]]:
     Raises:
         Exception: whatever pickling part of the value raised.
     """
-    try:
+    with contextlib.suppress(_NotPlain):
         collector, file = _Collector(), io.BytesIO()
         _PlainPickler(file, collector).dump(value)
-    except _NotPlain:
-        collector, file = _Collector(), io.BytesIO()
-        _CloudPickler(file, collector).dump(value)
+        return file.getvalue(), collector.tensors
+    collector, file = _Collector(), io.BytesIO()
+    _CloudPickler(file, collector).dump(value)
     return file.getvalue(), collector.tensors
 
 
