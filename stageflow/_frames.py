@@ -259,7 +259,7 @@ class Build:
     threads: int
 
 
-_KINDS: tuple[type[Any], ...] = (
+_KINDS: tuple[Any, ...] = (
     *(MicroBatch, Failed, Call, Warmup, EndOfStream),
     *(Hello, Phase, Ready, CallPart, Fatal, Bye),
     Build,
@@ -277,5 +277,4 @@ def encode(frame: Any) -> bytes:
 def decode(data: bytes) -> Any:
     """The frame that ``encode`` made these bytes of."""
     content: tuple[Any, ...] = pickle.loads(data)
-    kind: Any = _KINDS[content[0]]
-    return kind(*content[1:])
+    return _KINDS[content[0]](*content[1:])

@@ -36,6 +36,7 @@ ROOMS: dict[str, list[str]] = {
     "__init__": [*GROUND, "partition", "transport", "observe", "stage", "controller"],
     "llm": [*GROUND, "partition", "transport", "observe", "stage", "controller", "__init__"],
     "cli": [*GROUND, "partition", "transport", "observe", "stage", "controller", "__init__", "llm"],
+    "__main__": ["cli"],
 }
 
 # And the world outside: each package, and the rooms that may import it. Trio runs in the parent only; the ground is plain
@@ -57,7 +58,7 @@ WORLD: dict[str, list[str]] = {
 
 def _room(parts: tuple[str, ...]) -> str:
     """The room of a module, given by its path below `stageflow`: the first name on it."""
-    return parts[0] if parts and parts != ("__main__",) else "__init__"
+    return parts[0] if parts else "__init__"
 
 
 def _imports(module: Path) -> Iterator[tuple[int, tuple[str, ...]]]:

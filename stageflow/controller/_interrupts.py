@@ -17,7 +17,7 @@ import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import trio
 
@@ -85,12 +85,12 @@ async def to_the_end(step: Callable[[], Awaitable[None]]) -> bool:
 def is_interrupt(error: BaseException) -> bool:
     """Whether this is a KeyboardInterrupt, or a group with one in it."""
     if isinstance(error, BaseExceptionGroup):
-        return error.subgroup(KeyboardInterrupt) is not None
+        return any(map(is_interrupt, cast("BaseExceptionGroup[Any]", error).exceptions))
     return isinstance(error, KeyboardInterrupt)
 
 
 def is_cancelled(error: BaseException) -> bool:
     """Whether this is the caller's cancellation and nothing else."""
     if isinstance(error, BaseExceptionGroup):
-        return all(is_cancelled(one) for one in error.exceptions)
+        return all(map(is_cancelled, cast("BaseExceptionGroup[Any]", error).exceptions))
     return isinstance(error, trio.Cancelled)

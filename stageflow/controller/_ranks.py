@@ -12,9 +12,11 @@ import contextlib
 import multiprocessing
 import os
 import signal as signals
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import cast
 
 import attrs
 import trio
@@ -213,8 +215,7 @@ def _culprit(target: object) -> str:
     """Which attribute of which module can't be pickled, for the message; nothing if it isn't a single one."""
     if not isinstance(target, nn.Module):
         return ""
-    modules: list[tuple[str, nn.Module]] = list(target.named_modules())
-    for name, module in modules:
+    for name, module in cast("Iterable[tuple[str, nn.Module]]", target.named_modules()):
         for attribute, value in vars(module).items():
             if attribute in ("_modules", "_parameters", "_buffers"):
                 continue
