@@ -283,17 +283,16 @@ def unpack(packed: Packed, device: torch.device | None = None) -> Any:
     packed.pending.clear()
     description: tuple[bytes, Sequence[TensorSpec]] = pickle.loads(packed.description)
     skeleton, specs = description
-    wires = iter(packed.wires)
-    small: Tensor | None = None
+    sizes = [nbytes_of(spec) for spec in specs]
+    wires = map(as_tensor, packed.wires)
+    small = next(wires) if any(0 < size <= SMALL for size in sizes) else torch.empty(0)
     start = 0
     tensors: list[Tensor] = []
-    for spec in specs:
+    for spec, size in zip(specs, sizes, strict=True):
         dtype, shape, permutation = DTYPES[spec[0]], spec[1], spec[2]
-        size = nbytes_of(spec)
         if size > SMALL:
-            tensor = as_tensor(next(wires)).view(dtype).view(shape)
+            tensor = next(wires).view(dtype).view(shape)
         elif size:
-            small = as_tensor(next(wires)) if small is None else small
             tensor = small[start : start + size].view(dtype).view(shape)
             start += aligned(size)
         else:
