@@ -9,7 +9,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, final
 
@@ -138,7 +138,7 @@ class Pipeline:
         """Wait for a slot of the window and send one micro-batch; arguments and errors as for ``pipe(...)``.
 
         Returns:
-            A ticket: ``await`` it for the result. It holds its slot until then, or until it is let go: a task that submits
+            A ticket, to be awaited for the result. It holds its slot until then, or until it is let go: a task that submits
             more than ``window`` micro-batches before it awaits a ticket waits for itself.
         """
         ticket = await self._ledger.submit(args, kwargs, stage_kwargs)
@@ -159,7 +159,7 @@ class Pipeline:
 
     def map(
         self, inputs: Iterable[Any] | AsyncIterable[Any], *, stage_kwargs: Mapping[str, Any] | None = None
-    ) -> MapContext:
+    ) -> AbstractAsyncContextManager[AsyncIterator[Any]]:
         """Run a stream of micro-batches, one argument each, with the window full and back-pressure on the source.
 
             async with pipe.map(batches) as outputs:
@@ -180,7 +180,7 @@ class Pipeline:
 
     def starmap(
         self, inputs: Iterable[Any] | AsyncIterable[Any], *, stage_kwargs: Mapping[str, Any] | None = None
-    ) -> MapContext:
+    ) -> AbstractAsyncContextManager[AsyncIterator[Any]]:
         """``map`` for micro-batches of several arguments: each item is a tuple, given as positional arguments."""
         self._ledger.check()
         return MapContext(lambda item: self._ledger.submit(tuple(item), {}, stage_kwargs), inputs)
