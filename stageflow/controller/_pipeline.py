@@ -138,8 +138,8 @@ class Pipeline:
         """Wait for a slot of the window and send one micro-batch; arguments and errors as for ``pipe(...)``.
 
         Returns:
-            A ticket, to be awaited for the result. It holds its slot until then, or until it is let go: a task that submits
-            more than ``window`` micro-batches before it awaits a ticket waits for itself.
+            A ticket. Awaiting it gives the result. It holds its slot until then, or until it is let go, so a task that
+            submits more than ``window`` micro-batches before it awaits a ticket waits for itself.
         """
         ticket = await self._ledger.submit(args, kwargs, stage_kwargs)
         ticket.owned_by(trio.lowlevel.current_task())
