@@ -327,10 +327,10 @@ def check(words: list[str]) -> None:
                 assert name in ("nox", "-e", ".") or re.fullmatch(r"(\.|stageflow)\[(\w+)\]", name), name
                 if extra := re.search(r"\[(\w+)\]", name):
                     assert extra[1] in EXTRAS
+        case ["python", "-c"] | ["python", "-m", "stageflow"]:
+            pass
         case ["python", script]:
             assert (REPOSITORY / script).exists()
-        case ["python", "-c"]:
-            pass
         case _:
             pytest.fail(f"not a known command: {shlex.join(words)}")
 
