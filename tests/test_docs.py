@@ -156,6 +156,7 @@ def plain(text: str) -> str:
     text = re.sub(r"^[ ^~]+$", "", text, flags=re.MULTILINE)
     text = re.sub(r'File "(?:[^"]*/)?([^/"]+)"', r'File "\1"', text)
     text = re.sub(r"\b(pid|process|line) \d+", r"\1 N", text)
+    text = re.sub(r"\b0x[0-9a-f]+", "0xN", text)
     text = re.sub(r"no progress for [\d.]+ s", "no progress for N s", text)
     return " ".join(text.split())
 
