@@ -13,15 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 SOON = 3.0
 """Seconds that stand for "at once" on a machine that others use, too."""
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 PRELUDE = """
-import ctypes, os, signal, sys, threading, time
+import ctypes, os, select, signal, sys, threading, time
 import torch, trio
 from torch import nn
 from stageflow import Pipeline
@@ -86,47 +84,68 @@ ENDS = {
     "os._exit(3)": 3,
     "ctypes.string_at(0)": -signal.SIGSEGV,
     "os.kill(os.getpid(), signal.SIGTERM)": -signal.SIGTERM,
+    "fork_sleeper(); os.kill(os.getpid(), signal.SIGKILL)": -signal.SIGKILL,
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_stages_that_hold_the_gil_are_gone_soon_after_the_controller(end: str, run_script: Run) -> None:
-    done = run_script(
-        script(f"""
-        async def main():
-            async with launch() as pipe, trio.open_nursery() as nursery:
-                tell(pipe)
-                await all_busy(pipe, nursery, hold_the_gil)
-                {end}
-        trio.run(main)
-        """)
-    )
-    assert_gone(told("pids", done.stdout))
-    assert done.returncode == ENDS[end], done.stderr
-
-
-def test_a_forked_child_of_the_controller_does_not_keep_the_stages(run_script: Run) -> None:
+def test_stages_that_hold_the_gil_are_gone_soon_after_the_controller_however_it_ends(run_script: Run) -> None:
+    """Several controllers, forked at once off a process that has imported all, because that is what takes long."""
     done = run_script(
         script("""
-        async def main():
+        def fork_sleeper():
+            child = os.fork()
+            if child == 0:
+                while True:
+                    signal.pause()
+            print("child", child, flush=True)
+
+        async def main(end):
             async with launch() as pipe, trio.open_nursery() as nursery:
-                tell(pipe)
-                child = os.fork()
-                if child == 0:
-                    while True:
-                        signal.pause()
-                print("child", child, flush=True)
                 await all_busy(pipe, nursery, hold_the_gil)
-                os.kill(os.getpid(), signal.SIGKILL)
-        trio.run(main)
-        """)
+                tell(pipe)
+                exec(end)
+
+        controllers = []
+        for number, end in enumerate(sys.argv[1:]):
+            controllers.append(os.fork())
+            if controllers[-1] == 0:
+                os.mkdir(str(number))
+                os.chdir(str(number))
+                sys.stdout = open("out", "w")
+                trio.run(main, end)
+                os._exit(77)
+        for _ in controllers:
+            controller, status = os.wait()
+            start = time.monotonic()
+            number = controllers.index(controller)
+            print("code", number, os.waitstatus_to_exitcode(status))
+            with open(f"{number}/out") as out:
+                told = dict(line.split(" ", 1) for line in out)
+            pids = told["pids"].split()
+            assert len(pids) == 3
+            for pid in pids:
+                try:
+                    descriptor = os.pidfd_open(int(pid))
+                except ProcessLookupError:
+                    continue
+                select.select([descriptor], [], [], 10)  # until it has ended, though nobody may have reaped it
+            print("milliseconds", round((time.monotonic() - start) * 1000))
+        for number, end in enumerate(sys.argv[1:]):
+            print(open(f"{number}/out").read())
+        """),
+        *ENDS,
     )
-    [child] = told("child", done.stdout)
+    children = told("child", done.stdout)
     try:
-        assert_gone(told("pids", done.stdout))
+        late = told("milliseconds", done.stdout)
+        assert len(late) == len(ENDS), done.stdout + done.stderr
+        assert max(late) < SOON * 1000
     finally:
-        os.kill(child, signal.SIGKILL)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+    codes = told("code", done.stdout)
+    assert dict(zip(codes[::2], codes[1::2], strict=True)) == dict(enumerate(ENDS.values())), done.stderr
+    assert len(children) == 1
 
 
 def test_sys_exit_in_the_body_ends_the_program_with_that_code(run_script: Run) -> None:
@@ -263,6 +282,17 @@ def test_ctrl_c_works_again_after_teardowns_that_overlapped(run_script: Run) -> 
 def test_a_program_that_handles_sigint_by_itself_keeps_it_during_the_teardown(run_script: Run) -> None:
     done = run_script(
         script("""
+        class Interrupt(nn.Module):
+            def __init__(self, controller):
+                super().__init__()
+                self.controller = controller
+
+            def forward(self, x):
+                time.sleep(0.5)  # the body ends meanwhile
+                os.kill(self.controller, signal.SIGINT)
+                time.sleep(0.5)
+                return x
+
         async def main():
             async with trio.open_nursery() as nursery:
                 seen = trio.Event()
@@ -275,21 +305,13 @@ def test_a_program_that_handles_sigint_by_itself_keeps_it_during_the_teardown(ru
                             seen.set()
 
                 await nursery.start(receive)
-                async with launch() as pipe:
+                async with Pipeline.launch([AddOne(), Interrupt(os.getpid())], pp=2) as pipe:
                     tell(pipe)
-                    controller = os.getpid()
-
-                    def interrupt(stage):
-                        os.kill(controller, signal.SIGINT)
-                        time.sleep(0.5)
-
-                    nursery.start_soon(lambda: pipe.call(interrupt, stages=1))
-                    await trio.testing.wait_all_tasks_blocked()
+                    ticket = await pipe.submit(torch.zeros(2))
                 await seen.wait()
                 nursery.cancel_scope.cancel()
             print("ended")
 
-        import trio.testing
         trio.run(main)
         """),
         timeout=30,

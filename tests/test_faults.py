@@ -244,7 +244,7 @@ DEATHS: dict[Fault, tuple[int, str | None, str]] = {
     exit_3: (3, None, "last words"),
     sys_exit_0: (0, None, ""),
     sys_exit_text: (1, None, "a reason"),
-    segfault: (-signal.SIGSEGV, "SIGSEGV", "Segmentation fault"),
+    segfault: (-signal.SIGSEGV, "SIGSEGV", "in segfault"),
     sigkill: (-signal.SIGKILL, "SIGKILL", ""),
     stay: (-signal.SIGTERM, "SIGTERM", ""),
     flood_and_exit: (5, None, "the last line"),
@@ -594,7 +594,7 @@ async def test_a_launch_that_is_cancelled_ends_at_once() -> None:
         await next_launch_works()
 
 
-@pytest.mark.parametrize("milliseconds", range(0, 60, 5))
+@pytest.mark.parametrize("milliseconds", range(0, 60, 10))
 @pytest.mark.parametrize("position", POSITIONS)
 async def test_a_stage_that_is_killed_at_any_moment_of_the_launch(position: int, milliseconds: int) -> None:
     await next_launch_works()
@@ -605,7 +605,7 @@ async def test_a_stage_that_is_killed_at_any_moment_of_the_launch(position: int,
 
     async def kill() -> None:
         while len(found := children()) < PP:
-            await trio.sleep(0)
+            await trio.lowlevel.checkpoint()
         await trio.sleep(milliseconds / 1000)
         os.kill(found[position], signal.SIGKILL)
 
@@ -617,7 +617,6 @@ async def test_a_stage_that_is_killed_at_any_moment_of_the_launch(position: int,
                 async with Pipeline.launch(stages(), pp=PP):
                     await trio.sleep_forever()
         assert (caught.value.stage_index, caught.value.signal) == (position, "SIGKILL")
-        assert isinstance(caught.value, StageDied) == (caught.value.phase == "serve" and "launch" not in str(type(caught.value)))
 
 
 # ---- what comes out of the block ----------------------------------------------------------------------------------------
@@ -702,20 +701,16 @@ async def test_a_death_that_the_body_meets_while_being_cancelled_is_not_lost() -
         assert caught.value.stage_index == 1
 
 
-async def test_a_cancellation_is_bounded_though_a_stage_dies_meanwhile() -> None:
+async def test_a_cancellation_passes_through_though_a_stage_dies_meanwhile() -> None:
     with trio.fail_after(30), within(SOON + 1):
-        try:
-            with trio.CancelScope() as scope:
-                async with Pipeline.launch(stages(), pp=PP) as pipe:
-                    scope.cancel()
-                    with trio.CancelScope(shield=True):
-                        os.kill(pipe.stages[1].pid or 0, signal.SIGKILL)
-                        await gone(*(stage.pid or 0 for stage in pipe.stages))
-                    await trio.sleep_forever()
-        except StageDied as error:
-            assert error.stage_index == 1
-        else:
-            assert scope.cancelled_caught
+        with trio.CancelScope() as scope:
+            async with Pipeline.launch(stages(), pp=PP) as pipe:
+                scope.cancel()
+                with trio.CancelScope(shield=True):
+                    os.kill(pipe.stages[1].pid or 0, signal.SIGKILL)
+                    await gone(*(stage.pid or 0 for stage in pipe.stages))
+                await trio.sleep_forever()
+        assert scope.cancelled_caught
         await next_launch_works()
 
 
