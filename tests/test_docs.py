@@ -1,8 +1,8 @@
 """What the README and the docs show is run: code, what it prints, commands, tables.
 
 * A ```python block with `trio.run(` in it is a program: it runs as a script of its own.
-* Any other is a fragment. Those of one page run one after the other and share their names, inside `FRAME`; the tutorial shows
-  it to its readers.
+* Any other is a fragment. Those of one page run one after the other and share their names, inside `FRAME`; the tutorial
+  shows it to its readers.
 * A ```text block right after one of them is what that prints on stdout, and the error that it ends with, if with one. A line
   of `...` stands for what was left out. White space, process ids, line numbers and folders don't count.
 * In a table under "| what was written | what it says |" each first cell is a fragment that raises what the second cell says.
@@ -247,8 +247,10 @@ BOUNDS = "| wait | ends at the latest after | then |"
 
 def test_tree_of_errors_is_the_code_s() -> None:
     text = (REPOSITORY / "docs" / "errors.md").read_text()
-    tree = "\n".join(line.strip() for line in (stageflow.errors.__doc__ or "").splitlines() if re.search("[├└]|^ +Stagef", line))
-    assert plain(tree) in plain(text)
+    lines = (inspect.getdoc(stageflow.errors) or "").splitlines()
+    tree = [line for line in lines if re.search("[├└]|^ +StageflowError", line)]
+    assert len(tree) == 7
+    assert plain("\n".join(tree)) in plain(text)
 
 
 async def test_the_warning_of_a_task_that_waits_for_itself(
