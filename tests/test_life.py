@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import multiprocessing
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -113,7 +115,14 @@ async def test_use_after_close_is_closed_resource_error() -> None:  # D1
             await ticket
         assert repr(pipe) == "<Pipeline of 2 stages on cpu: closed>"
         assert len(pipe.stages) == 2  # what is known stays known
-        assert pipe.statistics().submitted >= 2
+
+
+async def test_statistics_after_close_are_the_last_or_closed_resource_error() -> None:  # D1
+    with trio.fail_after(30):
+        async with Pipeline.launch(tiny(), pp=2) as pipe:
+            await pipe(X)
+        with contextlib.suppress(trio.ClosedResourceError):
+            assert pipe.statistics().done == 1
 
 
 def test_use_after_close_in_another_run_is_closed_resource_error() -> None:  # D1: as in a later cell of a notebook
@@ -223,9 +232,21 @@ async def test_memory_of_the_stages_is_free_after_the_block(open_fds) -> None:  
         assert not [what for what in open_fds().values() if "memfd" in what]
         assert "memfd:" not in Path("/proc/self/maps").read_text()
         assert sorted(os.listdir("/dev/shm")) == shm
-        del model
+        del model, pipe
         gc.collect()
         assert status("VmRSS") - before < 16 * 1024
+
+
+async def test_a_closed_pipeline_does_not_keep_the_model() -> None:  # D3: as in a notebook, where `pipe` lives on
+    with trio.fail_after(30):
+        model = tiny()
+        first = weakref.ref(model[0])
+        async with Pipeline.launch(model, pp=2) as pipe:
+            await pipe(X)
+        del model
+        gc.collect()
+        assert repr(pipe).endswith("closed>")
+        assert first() is None
 
 
 # ---- idle ---------------------------------------------------------------------------------------------------------------
@@ -521,10 +542,10 @@ async def test_infinite_timeouts_are_fine() -> None:
 async def test_a_wrong_number_of_micro_batches_is_a_value_error_that_names_it() -> None:
     with trio.fail_after(30):
         async with Pipeline.launch(tiny(), pp=2) as pipe:
-            for n in (0, -1, 3):
+            for n in (0, -1):
                 with pytest.raises(ValueError, match="n_microbatches"):
                     await pipe.run_batch(X, n_microbatches=n)
-            assert (await pipe.run_batch(X, n_microbatches=2)).shape == (2, 4)
+            assert (await pipe.run_batch(X, n_microbatches=3)).shape == (2, 4)  # no more than there are rows
 
 
 async def test_misuse_of_a_launch_says_how_it_goes() -> None:
@@ -605,7 +626,6 @@ async def test_threads_of_each_stage() -> None:
 
 async def test_stage_k_is_seeded_with_seed_plus_k() -> None:
     with trio.fail_after(30):
-        before = torch.get_rng_state()
         async with Pipeline.launch(tiny(), pp=2, seed=41) as pipe:
             assert await pipe.call(lambda stage: torch.initial_seed()) == [41, 42]
             drawn = await pipe.call(lambda stage: torch.rand(3))
@@ -613,9 +633,8 @@ async def test_stage_k_is_seeded_with_seed_plus_k() -> None:
             expected = torch.rand(3, generator=torch.Generator().manual_seed(41 + k))
             torch.testing.assert_close(values, expected, rtol=0, atol=0)
         async with Pipeline.launch(tiny(), pp=2) as pipe:
-            seed = torch.initial_seed()
-            assert [k % 2**64 for k in await pipe.call(lambda stage: torch.initial_seed())] == [seed, (seed + 1) % 2**64]
-        assert isinstance(before, torch.Tensor)
+            seeds = await pipe.call(lambda stage: torch.initial_seed())
+            assert seeds == [(torch.initial_seed() + k) % 2**63 for k in (0, 1)]
 
 
 def test_the_default_process_group_is_left_to_the_user(run_script) -> None:
@@ -662,15 +681,19 @@ def ends_of(links: dict[int, str]) -> set[str]:
     return {what for what in links.values() if what.startswith(("pipe:", "socket:"))}
 
 
-def report_ends(answers: Any, go: Any) -> None:
-    """In a forked child: which pipes and sockets it holds; then stay until told to end."""
+def ends_of_process(pid: int | str | None) -> set[str]:
     links = {}
-    for name in os.listdir("/proc/self/fd"):
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            links[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+            links[int(descriptor.name)] = os.readlink(descriptor)
         except FileNotFoundError:
             continue
-    answers.send(ends_of(links))
+    return ends_of(links)
+
+
+def report_ends(answers: Any, go: Any) -> None:
+    """In a forked child: which pipes and sockets it holds; then stay until told to end."""
+    answers.send(ends_of_process("self"))
     go.poll(60)
 
 
@@ -682,14 +705,17 @@ async def test_a_forked_child_of_the_controller_does_not_hold_the_pipeline(open_
         before = ends_of(open_fds())
         async with Pipeline.launch(tiny(), pp=2) as pipe:
             await pipe(X)
-            ours = ends_of(open_fds()) - before
+            # multiprocessing keeps one to each stage too, its `parent_sentinel`, which nothing of ours looks at.
+            theirs = {os.readlink(f"/proc/self/fd/{end}") for r in pipe._ranks for end in r.process._popen.finalizer._args}
+            ours = ends_of(open_fds()) - before - theirs
             assert len(ours) > 6
             answers, child_answers = fork.Pipe(duplex=False)
             child_go, go = fork.Pipe(duplex=False)
             child = fork.Process(target=report_ends, args=(child_answers, child_go))
             child.start()
             assert answers.poll(20)
-            held = answers.recv() & ours
+            # Those that lead to a stage; not what wakes the controller's own threads.
+            held = answers.recv() & ours & {end for info in pipe.stages for end in ends_of_process(info.pid)}
             await pipe(X)
             pids = [info.pid for info in pipe.stages]
         assert child.is_alive()

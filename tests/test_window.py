@@ -245,7 +245,7 @@ async def test_an_error_of_the_source_comes_in_its_place(kind: str, after: int) 
     seen = []
     with trio.fail_after(60):
         async with Pipeline.launch(two(), pp=2) as pipe:
-            with pytest.raises(LookupError, match="dry"):  # noqa: PT012 - the block of map is what is tested
+            with pytest.raises(LookupError, match="dry"):
                 async with pipe.map(source() if kind == "sync" else slow_source()) as outputs:
                     async for y in outputs:
                         seen.append(y.item())

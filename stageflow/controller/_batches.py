@@ -9,6 +9,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -25,28 +26,29 @@ def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> list[t
     """
     if n < 1:
         raise ValueError(f"n_microbatches is at least 1: found {n}")
-    sizes: dict[str, int] = {}
-    for name, value in [*((f"args[{at}]", arg) for at, arg in enumerate(args)), *kwargs.items()]:
-        _map(value, lambda tensor, name=name: sizes.setdefault(name, tensor.shape[0]) if tensor.dim() else 0)
+    whole = (args, kwargs)
+    tensors: list[Tensor] = []
+    _map(whole, tensors.append)
+    sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
     if not sizes:
         raise ValueError(
             "run_batch splits tensors on dim 0: found no tensor with a dimension in args and kwargs. Use pipe(...)"
         )
-    if len(set(sizes.values())) > 1:
+    if len(sizes) > 1:
         raise ValueError(
-            f"run_batch splits every tensor on dim 0, so these must be equal: found {sizes}. "
-            "Expand them to the batch, or pass what is not per row by stage_kwargs"
+            "run_batch splits every tensor on dim 0, so these must be equal: found shapes "
+            f"{[tuple(tensor.shape) for tensor in tensors]}. Expand them to the batch, or pass what is not per row by "
+            "stage_kwargs"
         )
-    rows = next(iter(sizes.values()))
+    [rows] = sizes
     parts = max(1, min(n, rows))
+    split = [torch.tensor_split(tensor, parts) if tensor.dim() else (tensor,) * parts for tensor in tensors]
 
-    def part(at: int) -> Callable[[Tensor], Tensor]:
-        return lambda tensor: torch.tensor_split(tensor, parts)[at] if tensor.dim() else tensor
+    def part(at: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        pieces = (one[at] for one in split)  # met again in the same order
+        return _map(whole, lambda _tensor: next(pieces))
 
-    return [
-        (tuple(_map(arg, part(at)) for arg in args), {name: _map(value, part(at)) for name, value in kwargs.items()})
-        for at in range(parts)
-    ]
+    return [part(at) for at in range(parts)]
 
 
 def _map(value: Any, fn: Callable[[Tensor], Any]) -> Any:
@@ -100,14 +102,10 @@ def _rebuild(value: Any, children: list[Any]) -> Any:
             return dataclasses.replace(value, **dict(zip(names, children, strict=True)))
     if isinstance(value, Mapping):
         mapping: Any = cast("Mapping[Any, Any]", value)
-        return (
-            type(mapping)(**dict(zip(mapping, children, strict=True)))
-            if _is_output(mapping)
-            else type(mapping)(zip(mapping, children, strict=True))
-        )
+        items = dict(zip(mapping, children, strict=True))
+        if dataclasses.is_dataclass(mapping):  # a transformers ModelOutput, made by keywords
+            return type(mapping)(**items)
+        fresh = copy.copy(mapping)  # of its own kind: a defaultdict stays one
+        fresh.update(items)
+        return fresh
     return value
-
-
-def _is_output(mapping: Any) -> bool:
-    """A transformers ModelOutput: a mapping that is a dataclass, made by keywords."""
-    return dataclasses.is_dataclass(mapping)

@@ -10,6 +10,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -39,7 +40,7 @@ class _Calling:
     missing: set[int]
     """Ranks that have not answered."""
     values: dict[int, Any] = attrs.field(factory=dict[int, Any])
-    errors: dict[int, Exception] = attrs.field(factory=dict[int, Exception])
+    errors: dict[int, BaseException] = attrs.field(factory=dict[int, BaseException])
     done: trio.Event = attrs.field(factory=trio.Event)
 
 
@@ -55,6 +56,7 @@ class Ledger:
         self._entries: dict[int, Entry] = {}
         """Every micro-batch that holds a slot: in flight, or its result not yet taken."""
         self._calls: dict[int, _Calling] = {}
+        self._calls_limit = trio.CapacityLimiter(max(window, 8))
         self._next_call = 0
         self._closed: Callable[[], BaseException] | None = None
 
@@ -83,6 +85,11 @@ class Ledger:
         """Wait for a slot and send a micro-batch."""
         self.check()
         await self.window.acquire()
+        try:
+            self.check()  # it may have been closed in the moment that this task took to come back
+        except BaseException:
+            self.window.release()
+            raise
         return self._send(args, kwargs, stage_kwargs)
 
     def submit_nowait(self, args: tuple[Any, ...], kwargs: dict[str, Any], stage_kwargs: Mapping[str, Any] | None) -> Ticket:
@@ -117,6 +124,12 @@ class Ledger:
     async def call(self, fn: Callable[..., Any], args: tuple[Any, ...], ranks: tuple[int, ...]) -> list[Any]:
         """Send a call and wait for the answers of ``ranks``, in their order."""
         self.check()
+        # No slot of the window, but a bound of its own: a stage can't refuse what is sent to it.
+        async with self._calls_limit:
+            return await self._call(fn, args, ranks)
+
+    async def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], ranks: tuple[int, ...]) -> list[Any]:
+        self.check()
         value = pack((fn, args))
         call_id = self._next_call
         self._next_call += 1
@@ -140,16 +153,18 @@ class Ledger:
         """A result is here."""
         self._arrived(seq, Outcome(value))
 
-    def unreadable(self, seq: int, error: Exception) -> None:
+    def unreadable(self, seq: int, error: BaseException) -> None:
         """A result is here that can't be put together in this process."""
-        error.add_note(f"stageflow: the result of micro-batch {seq} came back, but could not be unpickled in this process")
+        _note(error, f"the result of micro-batch {seq} came back, but could not be unpickled in this process")
         self._arrived(seq, Outcome(error=lambda: error))
 
     def stage_failed(self, seq: int, report: Report) -> None:
         """A stage raised for this micro-batch."""
         self._arrived(seq, Outcome(error=_stage_error(report).copy))
 
-    def call_answered(self, call_id: int, rank: int, value: Any, report: Report | None, problem: Exception | None) -> None:
+    def call_answered(
+        self, call_id: int, rank: int, value: Any, report: Report | None, problem: BaseException | None
+    ) -> None:
         """A rank has run a call: it returned, or raised, or what it returned can't be put together here."""
         calling = self._calls.get(call_id)
         if calling is None:
@@ -157,7 +172,7 @@ class Ledger:
         if report is not None:
             calling.errors[rank] = _stage_error(report)
         elif problem is not None:
-            problem.add_note(f"stageflow: what the call returned on rank {rank} could not be unpickled in this process")
+            _note(problem, f"what the call returned on rank {rank} could not be unpickled in this process")
             calling.errors[rank] = problem
         else:
             calling.values[rank] = value
@@ -191,16 +206,18 @@ class Ledger:
         full_since, seen = trio.current_time(), -1
         while True:
             await trio.sleep(SELF_WAIT_S / 2)
-            owners = {entry.owner for entry in self._entries.values() if entry.waiter is None and entry.outcome is not None}
-            owner = next(iter(owners), None)
-            alone = len(owners) == 1 and len(self._entries) == self.window.size and owner in self.window.waiting_tasks()
-            if not alone or owner is None or seen != self.submitted:
+            entries = self._entries.values()
+            owners = {entry.owner for entry in entries}
+            all_here = all(entry.outcome is not None and entry.waiter is None for entry in entries)
+            stuck = bool(owners) and all_here and owners <= set(self.window.waiting_tasks())
+            if not stuck or seen != self.submitted:
                 full_since, seen = trio.current_time(), self.submitted
             elif trio.current_time() - full_since >= SELF_WAIT_S:
                 logger.warning(
-                    "task %r waits for a slot of the window (%d) and holds all of them itself, by tickets whose results "
-                    "have arrived. It has to await a ticket, or let go of one, before it can submit more; or use pipe.map",
-                    owner.name,
+                    "task %s waits for a slot of the window (%d), and all slots are held by results that only tasks which "
+                    "wait like this could take. A result has to be taken, or its ticket let go, before more can be "
+                    "submitted: await a ticket first, or use another pipeline inside the block of a map",
+                    ", ".join(sorted(repr(owner.name) for owner in owners if owner is not None)),
                     self.window.size,
                 )
                 full_since = math.inf
@@ -216,6 +233,11 @@ class Ledger:
         for calling in self._calls.values():
             calling.done.set()
         self._calls.clear()
+
+
+def _note(error: BaseException, text: str) -> None:
+    with contextlib.suppress(Exception):  # a frozen exception takes no notes
+        error.add_note(f"stageflow: {text}")
 
 
 def _stage_error(report: Report) -> StageError:

@@ -92,6 +92,13 @@ async def _run(submit: Callable[[Any], Awaitable[Ticket]], source: Source) -> As
     # No bound on the channel: each ticket in it holds a slot of the window, which is the bound.
     send, receive = trio.open_memory_channel[Ticket | _End](float("inf"))
     end: _End | None = None
+    body_error: BaseException | None = None
+    owner = trio.lowlevel.current_task()
+
+    async def submit_owned(item: Any) -> Ticket:
+        ticket = await submit(item)
+        ticket.owned_by(owner)
+        return ticket
 
     async def feed() -> None:
         nonlocal end
@@ -102,22 +109,26 @@ async def _run(submit: Callable[[Any], Awaitable[Ticket]], source: Source) -> As
                     cast("AsyncGenerator[Any]", source)
                 ):  # nobody else will, if the block is left before its end
                     async for item in source:
-                        send.send_nowait(await submit(item))
+                        send.send_nowait(await submit_owned(item))
             elif isinstance(source, AsyncIterable):
                 async for item in source:
-                    send.send_nowait(await submit(item))
+                    send.send_nowait(await submit_owned(item))
             else:
                 for item in source:
-                    send.send_nowait(await submit(item))
-        except trio.BrokenResourceError:
-            return
+                    send.send_nowait(await submit_owned(item))
+        except trio.Cancelled:
+            raise
         except Exception as raised:
             error = raised
+        except BaseException as raised:  # Ctrl-C or SystemExit in the source: out at once, as it is
+            nonlocal body_error
+            body_error = raised
+            nursery.cancel_scope.cancel()
+            return
         end = _End(error)
         send.send_nowait(end)
 
     results = Results(receive)
-    body_error: BaseException | None = None
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(feed, name="stageflow map feeder")
@@ -126,7 +137,7 @@ async def _run(submit: Callable[[Any], Awaitable[Ticket]], source: Source) -> As
             except trio.Cancelled:
                 raise
             except BaseException as raised:
-                body_error = raised
+                body_error = body_error or raised
             nursery.cancel_scope.cancel()
     finally:
         send.close()

@@ -55,6 +55,11 @@ class _Stream:
         self.tail.extend(texts)
         return texts, bool(data)
 
+    @property
+    def unfinished(self) -> list[str]:
+        """The last line, if its end is still to come."""
+        return [self._rest.decode("utf-8", "replace")] if self._rest else []
+
     def show(self, lines: Sequence[str]) -> None:
         """Print lines on the controller's stream."""
         stream = sys.stderr if self._to_stderr else sys.stdout
@@ -62,8 +67,8 @@ class _Stream:
             for line in lines:
                 stream.write(f"[{self._label}] {line}\n")
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # the user closed it, or there is none
-            pass
+        except Exception:  # the user's stream: closed, or none, or one of its own making
+            return
 
 
 class Output:
@@ -87,7 +92,7 @@ class Output:
         with self._lock:
             lines, _ = stream.read()
             self._unshown.append((stream, lines))
-            return tuple(stream.tail)
+            return (*stream.tail, *stream.unfinished)
 
     def stop(self) -> None:
         """Show what is left, and end. Bounded: a reader of ours that has stopped reading is left to itself."""

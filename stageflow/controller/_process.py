@@ -69,14 +69,12 @@ def start_process(start_method: str, name: str, door: Door) -> BaseProcess:
                     "stageflow.stage._preloaded",
                 ]
             )
+        # A fork server or a spawned child takes seconds to get to its guard; Ctrl-C must not kill it on the way.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             process.start()
-        else:
-            # A spawned child takes seconds to get to its guard; Ctrl-C must not kill it on the way.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return process
 
 

@@ -87,6 +87,8 @@ class Rank:
     def reap(self) -> int:
         """The exit code of a process whose sentinel is readable."""
         code = self.process.exitcode
+        if code in (None, 255):
+            self.kill()  # that is also what is told when the fork server is gone, and its child still there
         self.exitcode = 255 if code is None else code
         return self.exitcode
 
@@ -114,18 +116,24 @@ class Started:
 def start_ranks(plan: Plan, directory: Path) -> Started:
     """Start every stage process. Blocks; for a worker thread."""
     count = len(plan.infos)
-    pipe = multiprocessing.Pipe
-    headers = [pipe(duplex=False) for _ in range(count + 1)]  # (read, write) of each edge of the ring
-    payload_out, payload_first = pipe()  # a pair of sockets each
-    payload_in, payload_last = pipe()
+
+    def pipe(duplex: bool = False) -> tuple[Connection, Connection]:
+        # A forked child of ours (a DataLoader's worker) that held a death pipe would keep the stages alive after our end.
+        ends = multiprocessing.Pipe(duplex)
+        close_in_forked_children(*ends)
+        return ends
+
+    headers = [pipe() for _ in range(count + 1)]  # (read, write) of each edge of the ring
+    payload_out, payload_first = pipe(duplex=True)  # a pair of sockets each
+    payload_in, payload_last = pipe(duplex=True)
     ranks: list[Rank] = []
     outputs: list[tuple[Connection, Connection]] = []
     ours: list[Connection] = [headers[0][1], headers[-1][0], payload_out, payload_in]
     childs: list[Connection] = [end for edge in headers for end in edge if end not in ours] + [payload_first, payload_last]
     try:
         for info in plan.infos:
-            (down_r, down_w), (up_r, up_w), (death_r, death_w) = pipe(duplex=False), pipe(duplex=False), pipe(duplex=False)
-            (out_r, out_w), (err_r, err_w) = pipe(duplex=False), pipe(duplex=False)
+            (down_r, down_w), (up_r, up_w), (death_r, death_w) = pipe(), pipe(), pipe()
+            (out_r, out_w), (err_r, err_w) = pipe(), pipe()
             memory = open_memory()
             ours += [down_w, up_r, death_w, out_r, err_r, memory]
             childs += [down_r, up_w, death_r, out_w, err_w]
@@ -161,8 +169,6 @@ def start_ranks(plan: Plan, directory: Path) -> Started:
     finally:
         for connection in childs:
             connection.close()
-    # A forked child of ours (a DataLoader's worker) that held a death pipe would keep the stages alive after our end.
-    close_in_forked_children(*ours)
     output = Output([rank.label for rank in ranks], outputs)
     return Started(tuple(ranks), output, headers[0][1], headers[-1][0], payload_out, payload_in)
 

@@ -144,7 +144,7 @@ class Supervisor:
         clean = rank.state is State.LEAVING and code == 0
         if clean:
             self._advance(rank, Event.EXIT)
-        elif self.failure is None and not self._forced:
+        elif self.failure is None and not self._forced and self._stall is None:
             # A rank that reported before it ended has already given its sign.
             rank.state = State.LOST
             self._sign(conclusive=rank.report is None)
@@ -189,9 +189,10 @@ class Supervisor:
     # ---- the cause ------------------------------------------------------------------------------------------------------
 
     def _choose(self) -> StageflowError:
-        died = [
-            rank for rank in self.ranks if rank.exitcode is not None and rank.state is State.LOST and rank.report is None
-        ]
+        died = [rank for rank in self.ranks if rank.exitcode is not None and rank.report is None]
+        died = [rank for rank in died if rank.state not in (State.LEAVING, State.GONE) or rank.exitcode]
+        if self._stall is not None:
+            died = []  # what died since then, died of being asked for its stacks
         died.sort(key=lambda rank: (signal_name(rank.exitcode or 0) is None, rank.died_at))
         reported = [(rank, rank.report) for rank in self.ranks if rank.report is not None]
         reported.sort(key=lambda pair: (pair[1].transport, pair[1].monotonic_ns))
@@ -286,21 +287,23 @@ class Supervisor:
                 return
 
     async def _declare_stall(self, seen: Sequence[RankProgress]) -> None:
-        for rank in self.ranks:
-            rank.kill(signals.SIGUSR1)
-        await trio.sleep(min(STACKS_S, self._plan.stall_timeout))
-        stacks = {rank.info.rank: self._read_stacks(rank) for rank in self.ranks}
         at = _stalled_rank(seen)
         rank, progress = self.ranks[at], seen[at]
         since = (time.monotonic_ns() - progress.since_ns) / 1e9
         seq = f" micro-batch {progress.seq}" if progress.seq is not None else ""
+        what = f"{progress.activity.name.lower()}{seq}"
+        if all(one.activity is Activity.WAITING and one.handled == seen[0].handled for one in seen):
+            what = "waiting like all others: the controller has not taken a result, whose unpickling may hang there"
         self._stall = StageStalled(
-            f"{rank.label} (rank {at}) made no progress for {since:.1f} s, {progress.activity.name.lower()}{seq} "
+            f"{rank.label} (rank {at}) made no progress for {since:.1f} s, {what} "
             f"(stall_timeout={self._plan.stall_timeout:g} s)",
             **self._facts(rank),
             seq=progress.seq,
-            stacks=stacks,
         )
+        for other in self.ranks:
+            other.kill(signals.SIGUSR1)
+        await trio.sleep(min(STACKS_S, self._plan.stall_timeout))
+        self._stall.stacks = {other.info.rank: self._read_stacks(other) for other in self.ranks}
         self._sign(conclusive=True)
 
     def _read_stacks(self, rank: Rank) -> str:

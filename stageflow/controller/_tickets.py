@@ -41,7 +41,7 @@ class Entry:
     release: Callable[[Entry], None]
     """Gives the slot back."""
     owner: trio.lowlevel.Task | None = None
-    """The task that submitted it and holds the ticket; None for the feeder of a map, which hands it on."""
+    """The task that will take the result: the one that submitted it, or that entered the map."""
     outcome: Outcome | None = None
     dropped: bool = False
     taken: bool = False

@@ -6,8 +6,7 @@ Rules of this file:
   the ring can't close into a circle of waits. What it reads it hands to the loop by ``run_sync_soon``, which can't be full.
 * The writer takes what the loop has packed, in order, and waits until each payload has left: a stage that does not read
   holds up this thread, not the loop.
-* Neither thread can be cancelled; each ends when it is told (``stop``), which is after the stages have ended: then nothing
-  that they could be blocked in is left.
+* Neither thread can be cancelled; each ends when it is told (``stop``), which also interrupts a payload on its way.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ class Listener:
 
     result: Callable[[int, Any], None]
     """(seq, the value): a micro-batch is back."""
-    unreadable: Callable[[int, Exception], None]
+    unreadable: Callable[[int, BaseException], None]
     """(seq, what unpickling raised): its result can't be put together here."""
     failed: Callable[[int, Report], None]
     """(seq, report): it raised in a stage."""
     warm: Callable[[], None]
     """The warm-up is back."""
-    call: Callable[[int, int, Any, Report | None, Exception | None], None]
+    call: Callable[[int, int, Any, Report | None, BaseException | None], None]
     """(call_id, rank, value, report, what unpickling raised): a rank has run a call."""
     said: Callable[[int, Any], None]
     """(rank, frame): any other frame on an up pipe."""
@@ -126,13 +125,13 @@ class Reader:
         del self._parts[part.call_id, rank]
         value: Any = None
         report: Report | None = None
-        problem: Exception | None = None
+        problem: BaseException | None = None
         try:
             if part.failed:
                 report = decode(bytes(whole)).report
             else:
                 value = unpack(from_bytes(whole))
-        except Exception as error:
+        except BaseException as error:  # the user's unpickling, whatever it raises, must not end the reader
             problem = error
         self._tell(self._to.call, part.call_id, rank, value, report, problem)
 
@@ -146,7 +145,7 @@ class Reader:
             case MicroBatch(seq=seq):
                 try:
                     value = unpack(arrival.values[0])
-                except Exception as error:  # the user's class, not the pipeline, is at fault
+                except BaseException as error:  # the user's class, not the pipeline, is at fault
                     self._tell(self._to.unreadable, seq, error)
                 else:
                     self._tell(self._to.result, seq, value)

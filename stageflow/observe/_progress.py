@@ -77,9 +77,12 @@ class ProgressBoard:
                 file.truncate(ranks * _SLOT)
             self._map = mmap.mmap(file.fileno(), ranks * _SLOT)
         self._fields = memoryview(self._map).cast("q")
+        self._last: list[RankProgress] | None = None
 
     def read(self, rank: int) -> RankProgress:
-        """What ``rank`` says of itself now."""
+        """What ``rank`` says of itself now; after ``close``, what it said last."""
+        if self._last is not None:
+            return self._last[rank]
         f = self._fields[rank * _FIELDS : (rank + 1) * _FIELDS].tolist()
         return RankProgress(
             activity=Activity(f[_ACTIVITY]),
@@ -99,6 +102,7 @@ class ProgressBoard:
 
     def close(self) -> None:
         """Unmap."""
+        self._last = [self.read(rank) for rank in range(len(self._fields) // _FIELDS)]
         self._fields.release()
         self._map.close()
 

@@ -74,6 +74,10 @@ _PART = 32 * 1024
 """Bytes of a call's result per frame on the up pipe: half a pipe's buffer."""
 
 
+_ENDINGS = (SystemExit, KeyboardInterrupt)
+"""Of what user code raises, this ends the process; anything else fails one micro-batch or call."""
+
+
 def main(door: Door) -> None:
     """The life of a stage process."""
     arm(
@@ -123,7 +127,7 @@ def _exit(code: int) -> None:
     # Not by returning: threads blocked in gloo can't be joined, and an interpreter that takes itself apart under them may
     # crash. multiprocessing ends its forked children in the same way.
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # user code may have closed or replaced it
             stream.flush()
     os._exit(code)
 
@@ -250,13 +254,11 @@ class _Loop:
                 raise arrival
             match arrival.frame:
                 case MicroBatch(seq=seq):
-                    frame, values = self._forward(seq, *arrival.values)
-                    del arrival
-                    self._pass_on(frame, values, seq)
+                    self._pass_on(*self._forward(seq, *arrival.values), seq)
                 case Call() as call:
-                    self._pass_on(call, arrival.values)
+                    self._pass_on(call, () if self._stage.is_last else arrival.values)
                     if self._stage.rank in call.ranks:
-                        self._call(call.call_id, arrival.values[0])
+                        self._call(call.call_id, *arrival.values)
                 case Failed(seq=seq) as frame:
                     self._progress.passed()
                     self._pass_on(frame, seq=seq)
@@ -266,6 +268,7 @@ class _Loop:
                 case Warmup() as frame:
                     self._pass_on(frame, arrival.values)
                     self._up.send(Ready(self._stage.info))
+            del arrival  # nothing is kept alive while the next one is waited for
         self._progress.enter(Activity.ENDING)
         self._keeper.drain()
 
@@ -295,18 +298,21 @@ class _Loop:
         self._progress.enter(Activity.COMPUTING, seq)
         try:
             args, kwargs = self._arguments(unpack(value, stage.device))
-            extra: dict[str, Any] = unpack(stage_kwargs, stage.device) if stage_kwargs is not None else {}
+            value.wires.clear()  # so that what is passed through is not held twice, and input is freed as it is used up
+            extra: dict[str, Any] = {} if stage_kwargs is None else self._unpack_shared(stage_kwargs)
             with torch.inference_mode():
                 output = stage.module(*args, **kwargs, **extra)
                 del args, kwargs, extra
                 packed = pack(output, self._sender.wire_device)
                 del output
             packed.own()
-        except Exception as error:
+        except _ENDINGS:
+            raise
+        except BaseException as error:
             self._progress.finished(failed=True)
             return Failed(seq, self._reporter.report(error, seq=seq)), []
         self._progress.finished(failed=False)
-        return MicroBatch(seq), [packed, stage_kwargs]
+        return MicroBatch(seq), [packed] if stage.is_last else [packed, stage_kwargs]
 
     def _arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The first stage gets the caller's arguments; a later one what the stage before returned."""
@@ -316,14 +322,20 @@ class _Loop:
             return cast("tuple[Any, ...]", value), {}
         return (value,), {}
 
+    def _unpack_shared(self, value: Packed) -> Any:
+        """A value that goes to later stages as well: what user code does to its tensors here must not show there."""
+        return unpack(value if self._stage.is_last else value.private(), self._stage.device)
+
     def _call(self, call_id: int, value: Packed) -> None:
         self._progress.enter(Activity.CALLING)
         failed = False
         try:
-            fn, args = unpack(value, self._stage.device)
+            fn, args = self._unpack_shared(value)
             with torch.inference_mode():
                 result = to_bytes(pack(fn(self._stage, *args)))
-        except Exception as error:
+        except _ENDINGS:
+            raise
+        except BaseException as error:
             failed, result = True, encode(Fatal(self._reporter.report(error, phase="call")))
         parts = [result[at : at + _PART] for at in range(0, len(result), _PART)]
         self._up.send(*(CallPart(call_id, len(result), failed, part) for part in parts))

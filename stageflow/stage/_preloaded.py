@@ -1,16 +1,14 @@
-"""The end of what the fork server imports: sets back what `_preload` changed, for the processes that come of it."""
+"""The end of what the fork server imports: it is ready to fork."""
 
 import atexit
 import os
 import signal
 
-from stageflow.stage._preload import interrupt_handler, openblas_threads
-
-if openblas_threads is None:
-    del os.environ["OPENBLAS_NUM_THREADS"]
-else:
-    os.environ["OPENBLAS_NUM_THREADS"] = openblas_threads
-signal.signal(signal.SIGINT, interrupt_handler)
+# The server was started with SIGINT blocked: Ctrl-C goes to the whole foreground group, and a server that dies of it while
+# importing would print over the user's own program. It ignores the signal from here on; processes that come of it need not.
+_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that is pending is thrown away
+signal.signal(signal.SIGINT, _handler)
 
 _server = os.getpid()
 

@@ -1,4 +1,4 @@
-"""The two ends of an edge: frames by a header pipe, payloads by a process group, in step.
+"""The two ends of an edge: frames by a header pipe, payloads by a process group or a socket, in step.
 
 Rules of this file:
 
@@ -6,7 +6,7 @@ Rules of this file:
   exact number of bytes. (gloo aborts the process on a message larger than the buffer, and leaves the tail of a smaller one.)
 * The wires of a frame follow it in one order: of each value its description, if that was too large for the frame, then its
   wires. Nobody else uses the group, so no tags are needed.
-* Host payloads of at most ``INLINE_LIMIT`` bytes ride inside the frame: a pipe is five times as quick as gloo for them.
+* Host payloads of at most ``INLINE_LIMIT`` bytes ride inside the frame: a pipe is several times as quick as gloo for them.
 * ``send`` returns as soon as everything is posted. What it returns must be waited for, somewhere off the compute path, and
   holds the tensors until the peer has them. ``receive`` blocks, in a thread that does nothing else.
 """
@@ -220,11 +220,11 @@ def _announce(frame: RingFrame, values: Sequence[Packed | None]) -> tuple[RingFr
         announcements.append((description, inline))
     match frame:
         case MicroBatch(seq=seq):
-            return MicroBatch(seq, announcements[0], announcements[1]), wires
+            return MicroBatch(seq, *announcements), wires
         case Call(call_id=call_id, ranks=ranks):
-            return Call(call_id, ranks, announcements[0]), wires
+            return Call(call_id, ranks, *announcements), wires
         case Warmup():
-            return Warmup(announcements[0]), wires
+            return Warmup(*announcements), wires
         case _:
             return frame, wires
 

@@ -36,7 +36,7 @@ SMALL = 16 * 1024
 """Tensors of at most this many bytes are gathered into one wire: a message costs as much as copying about this much."""
 
 ALIGNMENT = 64
-"""Every tensor starts at a multiple of this, in a wire and in shared memory: what torch's own allocator gives."""
+"""Tensors start at multiples of this in a wire and in shared memory, as torch's own allocator has them."""
 
 DTYPES: list[torch.dtype] = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 CODE_OF_DTYPE = {dtype: code for code, dtype in enumerate(DTYPES)}
@@ -65,16 +65,25 @@ class Packed:
         """A payload of so many bytes and no meaning: what the warm-up sends."""
         return pack(torch.zeros(nbytes, dtype=torch.uint8))
 
+    def private(self) -> Packed:
+        """The same with wires of its own: for a value that is unpacked here and passed on as well."""
+        for work in self.pending:
+            work.wait()
+        self.pending.clear()
+        return Packed(self.description, [wire.clone() if isinstance(wire, Tensor) else wire for wire in self.wires])
+
     def own(self) -> None:
         """Copy what somebody else could still change: a wire whose memory has another holder.
 
         A module may return a buffer that it overwrites for the next micro-batch. Call this when the value that was packed
-        has been let go: a storage that still has a holder besides our wires is not ours to send from.
+        has been let go: a storage that still has a holder besides our wires is not ours to send from; nor is one
+        that isn't torch's own memory, such as numpy's, whose holders can't be counted.
         """
         tensors = [(at, wire) for at, wire in enumerate(self.wires) if isinstance(wire, Tensor)]
         ours = Counter(wire.untyped_storage().data_ptr() for _, wire in tensors)
         for at, wire in tensors:
-            if _holders(wire) > _ALONE - 1 + ours[wire.untyped_storage().data_ptr()]:
+            storage = wire.untyped_storage()
+            if not storage.resizable() or _holders(wire) > _ALONE - 1 + ours[storage.data_ptr()]:
                 self.wires[at] = wire.clone()
 
 
