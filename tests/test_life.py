@@ -634,7 +634,7 @@ async def test_stage_k_is_seeded_with_seed_plus_k() -> None:
             torch.testing.assert_close(values, expected, rtol=0, atol=0)
         async with Pipeline.launch(tiny(), pp=2) as pipe:
             seeds = await pipe.call(lambda stage: torch.initial_seed())
-            assert seeds == [(torch.initial_seed() + k) % 2**63 for k in (0, 1)]
+            assert seeds == [(torch.initial_seed() + k) % 2**64 for k in (0, 1)]
 
 
 def test_the_default_process_group_is_left_to_the_user(run_script) -> None:

@@ -50,7 +50,7 @@ def make_plan(
     *,
     split: Any,
     window: int | None,
-    devices: str | Sequence[str | torch.device],
+    devices: str | torch.device | Sequence[str | torch.device],
     backend: str,
     threads: int | None,
     seed: int | None,
@@ -66,8 +66,10 @@ def make_plan(
         window = default_window(pp)
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"window is the most micro-batches in flight, an int of at least 1: found {window!r}")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"seed is an int of at most 64 bits, or None for torch.initial_seed(): found {seed!r}")
     for name, seconds in (("start", start_timeout), ("stall", stall_timeout), ("shutdown", shutdown_timeout)):
-        if not seconds > 0:
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"{name}_timeout is in seconds, above 0, math.inf for never: found {seconds!r}")
     pieces = cut(model, pp, split)
     places = choose_devices(devices, pp)
@@ -77,7 +79,7 @@ def make_plan(
     )
     return Plan(
         infos=infos,
-        pieces=pieces,
+        pieces=list(pieces),
         backend=choose_backend(backend, places),
         threads=choose_threads(threads, pp),
         seed=torch.initial_seed() if seed is None else seed,
@@ -297,6 +299,7 @@ async def _become_ready(services: _Services) -> BaseException | None:
         if not is_interrupt(error):
             raise
         problem = KeyboardInterrupt()
+    plan.pieces.clear()
     return problem
 
 

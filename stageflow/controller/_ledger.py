@@ -67,6 +67,8 @@ class Ledger:
 
     def check(self) -> None:
         """Raise what ``close`` was given, or RuntimeError for a caller from another Trio run or thread."""
+        if self._closed is not None:
+            raise self._closed()
         try:
             ours = trio.lowlevel.current_trio_token() is self._token
         except RuntimeError:
@@ -76,8 +78,6 @@ class Ledger:
                 "this pipeline belongs to another Trio run or thread. Call it from the run that launched it, "
                 "e.g. by trio.from_thread.run(pipe, x)"
             )
-        if self._closed is not None:
-            raise self._closed()
 
     # ---- sending --------------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class Pipeline:
         *,
         split: Literal["auto"] | Sequence[int] = "auto",
         window: int | None = None,
-        devices: str | Sequence[str | torch.device] = "auto",
+        devices: str | torch.device | Sequence[str | torch.device] = "auto",
         backend: str = "auto",
         threads: int | None = None,
         seed: int | None = None,

@@ -17,7 +17,7 @@ import torch
 logger = logging.getLogger("stageflow")
 
 
-def choose_devices(devices: str | Sequence[str | torch.device], ranks: int) -> tuple[str, ...]:
+def choose_devices(devices: str | torch.device | Sequence[str | torch.device], ranks: int) -> tuple[str, ...]:
     """The device of each rank.
 
     Args:
@@ -27,15 +27,18 @@ def choose_devices(devices: str | Sequence[str | torch.device], ranks: int) -> t
     Raises:
         ValueError: not one for each rank, or not a device.
     """
-    if isinstance(devices, str):
+    if isinstance(devices, (str, torch.device)):
+        devices = str(devices)
         if devices != "auto":
             chosen = (devices,) * ranks
         elif torch.cuda.is_available() and torch.cuda.device_count():
             chosen = tuple(f"cuda:{rank % torch.cuda.device_count()}" for rank in range(ranks))
         else:
             chosen = ("cpu",) * ranks
-    else:
+    elif isinstance(devices, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
         chosen = tuple(str(device) for device in devices)
+    else:
+        raise ValueError(f"devices is 'auto', one device, or one for each rank: found {devices!r}")  # noqa: TRY004
     if len(chosen) != ranks:
         raise ValueError(
             f"devices names one device for each rank: found {len(chosen)}, needed {ranks}. Give {ranks}, or one string"
@@ -90,6 +93,6 @@ def choose_threads(threads: int | None, ranks: int) -> int:
     if threads is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return max(1, cores // ranks)
-    if threads < 1:
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"threads is the number of torch threads per rank, at least 1: found {threads}")
     return threads

@@ -37,8 +37,8 @@ class Plan:
 
     infos: tuple[StageInfo, ...]
     """By rank."""
-    pieces: tuple[StagePiece, ...]
-    """By stage."""
+    pieces: list[StagePiece]
+    """By stage; empty once they have been handed over, so that the model is only the caller's to keep."""
     backend: str
     threads: int
     seed: int
@@ -200,7 +200,7 @@ def hand_over(rank: Rank, plan: Plan) -> None:
         specs=specs,
         backend=plan.backend,
         unpack=piece.unpack,
-        seed=(plan.seed + info.stage_index) % 2**63,
+        seed=(plan.seed + info.stage_index) % 2**64,  # as torch itself takes a negative one
         threads=plan.threads,
     )
     rank.down.send_bytes(encode(frame))
