@@ -262,7 +262,7 @@ async def test_a_batch_that_cannot_be_split_or_joined_says_why() -> None:
         async with Pipeline.launch([Apply(lambda *xs: xs[0].sum()), nn.Identity()], pp=2) as pipe:
             for args, n, text in [
                 (("no tensor",), 2, "found no tensor"),
-                ((torch.ones(4), torch.ones(5)), 2, r"'args\[0\]': 4, 'args\[1\]': 5"),
+                ((torch.ones(4), torch.ones(5)), 2, r"shapes \[\(4,\), \(5,\)\]"),
                 ((torch.ones(4),), 0, "n_microbatches"),
                 ((torch.ones(4),), 2, "0-d tensor"),
             ]:
