@@ -214,8 +214,8 @@ class Pipeline:
         """Run ``fn(stage, *args)`` in the stage processes, at this place of the stream.
 
         Every rank runs it after the micro-batches submitted before it and before those submitted after. It takes no slot, so
-        it works while the window is full. ``fn`` runs under ``torch.inference_mode()``; ``stage`` is a ``Stage``.
-        If the wait is cancelled, ``fn`` runs all the same.
+        it works while the window is full; of calls at most ``window`` are on their way, or eight if that is more. ``fn``
+        runs under ``torch.inference_mode()``; ``stage`` is a ``Stage``. If the wait is cancelled, ``fn`` runs all the same.
 
         Args:
             fn: any callable that cloudpickle can send; lambdas and functions of ``__main__`` work.
