@@ -12,8 +12,12 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import os
+import sys
+from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,28 @@ FOREVER = timedelta(days=365)
 
 class TransportError(Exception):
     """An edge is broken: the peer is gone, or what came is not what was announced. Never the user's fault."""
+
+
+_PR_SET_TIMERSLACK = 29
+_SLACK_NS = 200_000_000
+
+
+@contextlib.contextmanager
+def _unhurried_threads() -> Generator[None]:
+    """Threads that are started inside may oversleep by 0.2 s when nothing but a timer would wake them.
+
+    For gloo's: it looks at its sockets as soon as anything comes, and every 10 ms besides. Those looks were nearly all that
+    an idle pipeline of four cost, 1.4 % of a core; it is under 0.1 % with them spread by the kernel (Linux; prctl(2)).
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_SLACK_NS))
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(0))  # this thread's own default again
 
 
 class EdgeGroup:
@@ -87,7 +113,8 @@ class Rendezvous:
     def _loopback(self) -> Any:
         """gloo's way out: one for all edges of this process, since each has a thread that looks around every 10 ms."""
         gloo: Any = dist.ProcessGroupGloo
-        return gloo.create_device(hostname="127.0.0.1")
+        with _unhurried_threads():
+            return gloo.create_device(hostname="127.0.0.1")
 
     def join(self, source: int, tp_index: int, member: int, backend: str, device: torch.device) -> EdgeGroup:
         """Join the group of an edge. Blocks until the other end joins too.
