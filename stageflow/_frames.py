@@ -86,6 +86,11 @@ class StageInfo:
         return self.stage_index * self.tp + self.tp_index
 
     @property
+    def label(self) -> str:
+        """For people: ``"stage 2"``, or ``"stage 2.1"`` where a stage is several ranks."""
+        return f"stage {self.stage_index}" + (f".{self.tp_index}" if self.tp > 1 else "")
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the stage that gets the caller's arguments."""
         return self.stage_index == 0
@@ -219,10 +224,13 @@ UpFrame = Hello | Phase | Ready | CallPart | Fatal | Bye
 class Door:
     """What a stage process is started with. Tiny: the model comes later, over ``down`` and ``memory``."""
 
+    title: str
+    """What `ps` shows, e.g. ``"stageflow stage 2/4"``."""
     rank: int
     ranks: int
     directory: Path
-    """The pipeline's private directory: rendezvous file, progress board, stacks."""
+    """The pipeline's private directory, which is there until all ranks are ready: rendezvous file, progress board, stacks,
+    the debugger's lock."""
     join_timeout: float
     """Seconds to wait for a neighbour at the rendezvous."""
     header_in: Connection
@@ -237,6 +245,8 @@ class Door:
     """Read end of the pipe that the controller never writes to: its end of file is the controller's death."""
     stdout: Connection
     stderr: Connection
+    log: Connection
+    """A socket for log records, one in each datagram."""
     memory: Connection
     """Shared memory with the tensors of the model's piece."""
 
@@ -257,6 +267,10 @@ class Build:
     """Whether a plain tuple from the stage before becomes this stage's positional arguments."""
     seed: int
     threads: int
+    environ: dict[str, str]
+    """The controller's environment at the launch: the fork server has that of the program's first one."""
+    log_levels: dict[str, int]
+    """By name of logger; the root's under ``""``."""
 
 
 _KINDS: tuple[Any, ...] = (

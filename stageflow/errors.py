@@ -47,6 +47,7 @@ class StageflowError(Exception):
         exitcode: exit code of a stage process that died (negative: killed by a signal).
         signal: name of that signal, e.g. ``"SIGKILL"``.
         stderr_tail: the last lines the process wrote on stderr.
+        holders: where a stage stalled: what each place of the pipeline does and which micro-batches it holds, a line each.
         stacks: text of all Python stacks by rank, where a stage stalled.
         secondary: other errors that followed from this one and were set aside.
     """
@@ -65,6 +66,7 @@ class StageflowError(Exception):
         exitcode: int | None = None,
         signal: str | None = None,
         stderr_tail: tuple[str, ...] = (),
+        holders: str | None = None,
         stacks: dict[int, str] | None = None,
         secondary: tuple[StageflowError, ...] = (),
     ) -> None:
@@ -80,6 +82,7 @@ class StageflowError(Exception):
         self.exitcode = exitcode
         self.signal = signal
         self.stderr_tail = stderr_tail
+        self.holders = holders
         self.stacks = stacks
         self.secondary = secondary
 
@@ -89,6 +92,8 @@ class StageflowError(Exception):
             parts.append(f"In the stage process:\n{self.remote_traceback.rstrip()}")
         if self.stderr_tail:
             parts.append("Last lines on its stderr:\n" + "\n".join(f"  {line}" for line in self.stderr_tail))
+        if self.holders:
+            parts.append("Who holds which micro-batch:\n" + "\n".join(f"  {line}" for line in self.holders.splitlines()))
         for rank, text in (self.stacks or {}).items():
             parts.append(f"Stacks of rank {rank}:\n{text.rstrip()}")
         return "\n\n".join(parts)

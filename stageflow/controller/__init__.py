@@ -15,6 +15,8 @@ Roof to ground:
     _batches.py      a batch into micro-batches and back
     _interrupts.py   Ctrl-C during the end
     _output.py       what stages print
+    _logs.py         what they log
+    _stalls.py       finding a stage that hangs
     _places.py       devices, backend, threads
 """
 

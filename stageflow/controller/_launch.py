@@ -13,6 +13,7 @@ untouched.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Sequence
@@ -29,13 +30,15 @@ from stageflow._frames import StageInfo
 from stageflow._lifecycle import State
 from stageflow.controller._interrupts import is_cancelled, is_interrupt, protected, to_the_end
 from stageflow.controller._ledger import Ledger
+from stageflow.controller._logs import levels
 from stageflow.controller._pipeline import MADE_BY_LAUNCH, Pipeline
 from stageflow.controller._places import choose_backend, choose_devices, choose_threads
-from stageflow.controller._process import choose_start_method
-from stageflow.controller._ranks import Plan, Rank, Started, hand_over, start_ranks
+from stageflow.controller._process import choose_start_method, fork_server_within
+from stageflow.controller._ranks import Plan, Rank, Started, hand_over, start_ranks, take_piece_apart
+from stageflow.controller._stalls import StallWatch
 from stageflow.controller._supervisor import Supervisor
 from stageflow.controller._traffic import Listener, Reader, Writer
-from stageflow.errors import LaunchError
+from stageflow.errors import LaunchError, StageflowError
 from stageflow.observe import ProgressBoard
 from stageflow.partition import cut
 from stageflow.transport import EdgeReceiver, EdgeSender, StreamGroup
@@ -88,6 +91,8 @@ def make_plan(
         start_timeout=start_timeout,
         stall_timeout=stall_timeout,
         shutdown_timeout=shutdown_timeout,
+        environ=dict(os.environ),
+        log_levels=levels(),
     )
 
 
@@ -143,14 +148,20 @@ async def _run(plan: Plan) -> AsyncGenerator[Pipeline]:
 @protected
 async def _supervised(plan: Plan, directory: Path) -> AsyncGenerator[Pipeline]:
     board = ProgressBoard(directory / "progress", len(plan.infos), create=True)
-    started = await _start(plan, directory)
-    supervisor = Supervisor(plan, started.ranks, started.output, board, directory)
-    services = _Services(plan, started, supervisor, board)
+    try:
+        started = await _start(plan, directory)
+    except BaseException:
+        board.close()
+        raise
+    supervisor = Supervisor(plan, started.ranks, started.output, board)
+    services: _Services | None = None
     error: BaseException | None = None
     try:
+        services = _Services(plan, started, supervisor, board)
         async with trio.open_nursery() as reaper:
             for rank in started.ranks:
                 reaper.start_soon(supervisor.watch, rank)
+                reaper.start_soon(supervisor.listen, rank)
             reaper.start_soon(supervisor.settle)
             async with tricycle.open_service_nursery() as service_nursery:
                 try:
@@ -158,6 +169,8 @@ async def _supervised(plan: Plan, directory: Path) -> AsyncGenerator[Pipeline]:
                     error = await _become_ready(services)
                     if error is None and supervisor.failure is None:
                         supervisor.launched = True
+                        # Every rank has open what it needs of it; so nothing is left of it if this program is killed.
+                        shutil.rmtree(directory, ignore_errors=True)
                         try:
                             with trio.CancelScope() as body:
                                 supervisor.on_break(lambda _failure: body.cancel())
@@ -182,7 +195,11 @@ async def _supervised(plan: Plan, directory: Path) -> AsyncGenerator[Pipeline]:
             raise
     finally:
         _close_all(started, services, board)
-    failure = supervisor.failure
+    raise_outcome(supervisor.failure, error)
+
+
+def raise_outcome(failure: StageflowError | None, error: BaseException | None) -> None:
+    """Raise what comes out of a block: given what broke the pipeline, and what the body raised."""
     if failure is None or isinstance(error, (KeyboardInterrupt, SystemExit)):
         if error is not None:
             raise error
@@ -193,10 +210,15 @@ async def _supervised(plan: Plan, directory: Path) -> AsyncGenerator[Pipeline]:
 
 
 async def _start(plan: Plan, directory: Path) -> Started:
+    began = trio.current_time()
     try:
-        return await trio.to_thread.run_sync(start_ranks, plan, directory, limiter=trio.CapacityLimiter(1))
+        with fork_server_within(plan.start_timeout):
+            return await trio.to_thread.run_sync(start_ranks, plan, directory, limiter=trio.CapacityLimiter(1))
     except (OSError, EOFError) as error:
-        raise LaunchError(f"a stage process could not be started: {error!r}", phase=State.STARTING.value) from error
+        why = repr(error)
+        if trio.current_time() - began >= plan.start_timeout:
+            why = f"the fork server had not started it after start_timeout={plan.start_timeout:g} s"
+        raise LaunchError(f"a stage process could not be started: {why}", phase=State.STARTING.value) from error
 
 
 class _Services:
@@ -206,6 +228,7 @@ class _Services:
         self.plan = plan
         self.started = started
         self.supervisor = supervisor
+        self.board = board
         sender = EdgeSender(started.header_out, StreamGroup(started.payload_out))
         receiver = EdgeReceiver(started.header_in, StreamGroup(started.payload_in))
         self.writer = Writer(sender, supervisor.transport_failed)
@@ -228,7 +251,7 @@ class _Services:
     def start(self, nursery: trio.Nursery) -> None:
         for thread in (self.reader, self.writer):
             nursery.start_soon(self._run, thread)
-        nursery.start_soon(self.supervisor.watch_stalls, self.ledger.has_work)
+        nursery.start_soon(StallWatch(self.supervisor, self.ledger, self.board, self.plan.stall_timeout).run)
         nursery.start_soon(self.ledger.watch_window)
 
     @protected
@@ -260,16 +283,23 @@ async def _become_ready(services: _Services) -> BaseException | None:
     problem: BaseException | None = None
     ready = False
 
+    def give_up(error: BaseException) -> None:
+        nonlocal problem
+        problem = problem or error
+        trying.cancel()
+
     @protected
     async def give(rank: Rank) -> None:
-        nonlocal problem
         try:
-            await trio.to_thread.run_sync(hand_over, rank, plan, limiter=trio.CapacityLimiter(1))
+            # User code, which nothing can end: left behind if it never ends by itself. It holds nothing of ours.
+            skeleton, tensors = await trio.to_thread.run_sync(
+                take_piece_apart, rank, plan, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
+            )
+            await trio.to_thread.run_sync(hand_over, rank, plan, skeleton, tensors, limiter=trio.CapacityLimiter(1))
         except OSError:
             pass  # the rank is gone; its supervisor says why
         except Exception as error:
-            problem = problem or error
-            trying.cancel()
+            give_up(error)
 
     @protected
     async def unblock() -> None:
@@ -280,21 +310,25 @@ async def _become_ready(services: _Services) -> BaseException | None:
             if not ready:
                 supervisor.kill_all()
 
+    @protected
+    async def watch_the_clock() -> None:
+        await supervisor.patience(plan.start_timeout, trio.Event())
+        give_up(supervisor.launch_timed_out())
+
     trying = trio.CancelScope()
     supervisor.on_break(lambda _failure: trying.cancel())
     services.ledger.send_warmup()
     try:
-        with trio.fail_after(plan.start_timeout), trying:
+        with trying:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(unblock)
+                nursery.start_soon(watch_the_clock)
                 for rank in services.started.ranks:
                     nursery.start_soon(give, rank)
                 await supervisor.all_ready.wait()
                 await supervisor.warm.wait()
                 ready = True
                 nursery.cancel_scope.cancel()
-    except trio.TooSlowError:
-        problem = supervisor.launch_timed_out()
     except BaseException as error:
         if not is_interrupt(error):
             raise
@@ -303,15 +337,16 @@ async def _become_ready(services: _Services) -> BaseException | None:
     return problem
 
 
-def _close_all(started: Started, services: _Services, board: ProgressBoard) -> None:
+def _close_all(started: Started, services: _Services | None, board: ProgressBoard) -> None:
     """Close everything that the controller holds. Every process has ended; one that has not is killed once more."""
     for rank in started.ranks:
         rank.kill()
     started.output.stop()
-    services.reader.close()
-    services.writer.close()
+    if services is not None:
+        services.reader.close()
+        services.writer.close()
     for rank in started.ranks:
         rank.close()
-    started.header_in.close()
-    started.header_out.close()
+    for connection in (started.header_in, started.header_out, started.payload_in, started.payload_out):
+        connection.close()
     board.close()

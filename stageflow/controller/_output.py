@@ -1,12 +1,13 @@
-"""What stages print: each line on the controller's own stdout or stderr, marked with its stage; the last lines are kept.
+"""What stages print and log: shown on the controller's own stdout and stderr, marked with the stage, and by its handlers.
 
 Rules of this file:
 
-* One thread for all ranks, which only reads and shows: a flood never blocks a stage for longer than it takes to show it,
-  whatever the Trio loop or the reader does.
-* Showing may block, if nobody reads the controller's own output; then it blocks that thread and nothing else: it is done
-  outside the lock, and the end waits for it only so long.
-* Reads never block; the thread ends when it is told, not when the pipes close: a process that a stage forked may hold them.
+* One thread for all ranks reads and never blocks on anything else: a flood never holds a stage up, whatever the Trio loop,
+  the terminal or the user's logging handlers do.
+* Another one shows, and may block on the user's terminal or handlers as long as it likes. Between the two lies a bounded
+  backlog for each stream: what does not fit is dropped, counted, and the count shown in its place.
+* The last lines of stderr are kept beside that, dropped or not: they may say why a stage died.
+* Reads end when told, not when the pipes close: a process that a stage forked may hold them.
 """
 
 from __future__ import annotations
@@ -15,119 +16,258 @@ import os
 import select
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from typing import Protocol
+
+import attrs
+
+from stageflow._frames import StageInfo
+from stageflow.controller._logs import handle_lost, handle_record
 
 _CHUNK = 64 * 1024
-_TAIL_LINES = 20
-_SHOW_S = 1.0
+
+_BACKLOG = 2**20
+"""Bytes of each stream of each rank that may wait to be shown: some ten thousand lines."""
+
+_TAIL_LINES = 40
+_TAIL_BYTES = 16 * 1024
+"""What is kept of a rank's stderr for its errors."""
+
+SHOW_S = 1.0
 """For the last lines to be shown when all has ended."""
 
 _LINE_LIMIT = 8 * 1024
 """A line longer than this is shown in pieces: an endless one fills no memory."""
 
 
-class _Stream:
-    """One of a rank's two streams."""
+class Source(Protocol):
+    """One stream of one rank."""
 
-    def __init__(self, label: str, connection: Connection, to_stderr: bool) -> None:
+    connection: Connection
+
+    def count(self, data: bytes) -> int:
+        """How many lines or records this is."""
+        ...
+
+    def show(self, data: bytes) -> None:
+        """Show them. Only the showing thread calls this, and the next two."""
+        ...
+
+    def show_lost(self, count: int) -> None:
+        """Say that so many are missing here."""
+        ...
+
+    def show_rest(self) -> None:
+        """The stream has ended: show what lacks its end."""
+        ...
+
+
+class _Text:
+    """A rank's stdout or stderr."""
+
+    def __init__(self, label: str, connection: Connection, *, to_stderr: bool) -> None:
         self.connection = connection
-        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._label = label
         self._to_stderr = to_stderr
         self._rest = b""
-        os.set_blocking(connection.fileno(), False)
 
-    def read(self) -> tuple[list[str], bool]:
-        """The lines that are there, ready to be shown, and whether there may be more to come."""
-        try:
-            data = os.read(self.connection.fileno(), _CHUNK)
-        except BlockingIOError:
-            return [], True
-        except OSError:
-            data = b""
+    def count(self, data: bytes) -> int:
+        return data.count(b"\n") or 1
+
+    def show(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if self._rest and (not data or len(self._rest) > _LINE_LIMIT):
+        if len(self._rest) > _LINE_LIMIT:
             lines.append(self._rest)
             self._rest = b""
-        texts = [line.decode("utf-8", "replace").rstrip("\r") for line in lines]
-        self.tail.extend(texts)
-        return texts, bool(data)
+        self._write([line.decode("utf-8", "replace").rstrip("\r") for line in lines])
 
-    @property
-    def unfinished(self) -> list[str]:
-        """The last line, if its end is still to come."""
-        return [self._rest.decode("utf-8", "replace")] if self._rest else []
+    def show_lost(self, count: int) -> None:
+        self.show_rest()
+        self._write([f"... {count} lines dropped here: they came faster than they could be shown ..."])
 
-    def show(self, lines: Sequence[str]) -> None:
-        """Print lines on the controller's stream."""
+    def show_rest(self) -> None:
+        if self._rest:
+            self.show(b"\n")
+
+    def _write(self, lines: Sequence[str]) -> None:
         stream = sys.stderr if self._to_stderr else sys.stdout
         try:
-            for line in lines:
-                stream.write(f"[{self._label}] {line}\n")
+            stream.write("".join(f"[{self._label}] {line}\n" for line in lines))
             stream.flush()
         except Exception:  # the user's stream: closed, or none, or one of its own making
             return
 
 
+class _Log:
+    """A rank's log records: one in each datagram."""
+
+    def __init__(self, info: StageInfo, connection: Connection) -> None:
+        self.connection = connection
+        self._info = info
+
+    def count(self, data: bytes) -> int:
+        return 1
+
+    def show(self, data: bytes) -> None:
+        handle_record(self._info, data)
+
+    def show_lost(self, count: int) -> None:
+        handle_lost(self._info, count)
+
+    def show_rest(self) -> None:
+        pass
+
+
+@attrs.define(eq=False)
+class _Account:
+    """What of one source waits to be shown."""
+
+    source: Source
+    waiting: int = 0
+    lost: int = 0
+
+
+class _Backlog:
+    """What has been read and not yet shown, in the order in which it came."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[_Account, bytes | int]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, account: _Account, data: bytes) -> None:
+        with self._changed:
+            if account.waiting + len(data) > _BACKLOG:
+                account.lost += account.source.count(data)
+                return
+            self._note_lost(account)
+            account.waiting += len(data)
+            self._items.append((account, data))
+            self._changed.notify()
+
+    def take(self) -> tuple[Source, bytes | int] | None:
+        """The next piece, or the number of pieces that are missing at this place; None at the end."""
+        with self._changed:
+            while not self._items and not self._closed:
+                self._changed.wait()
+            if not self._items:
+                return None
+            account, data = self._items.popleft()
+            if isinstance(data, bytes):
+                account.waiting -= len(data)
+            return account.source, data
+
+    def close(self, accounts: Sequence[_Account]) -> None:
+        with self._changed:
+            for account in accounts:
+                self._note_lost(account)
+            self._closed = True
+            self._changed.notify()
+
+    def _note_lost(self, account: _Account) -> None:
+        if account.lost:
+            self._items.append((account, account.lost))
+            account.lost = 0
+
+
+@attrs.frozen
+class OutputPipes:
+    """The controller's ends of what one rank prints and logs."""
+
+    stdout: Connection
+    stderr: Connection
+    log: Connection
+
+
 class Output:
     """The output of all ranks of a pipeline."""
 
-    def __init__(self, labels: Sequence[str], pipes: Sequence[tuple[Connection, Connection]]) -> None:
-        """The pipes are (stdout, stderr) of each rank; they are closed by ``stop``."""
-        self._streams = [
-            (_Stream(label, out, False), _Stream(label, err, True)) for label, (out, err) in zip(labels, pipes, strict=True)
-        ]
+    def __init__(self, infos: Sequence[StageInfo], labels: Sequence[str], pipes: Sequence[OutputPipes]) -> None:
+        """The pipes are closed by ``stop``."""
+        self._accounts: dict[int, _Account] = {}
+        for info, label, ends in zip(infos, labels, pipes, strict=True):
+            sources: tuple[Source, ...] = (
+                _Text(label, ends.stdout, to_stderr=False),
+                _Text(label, ends.stderr, to_stderr=True),
+                _Log(info, ends.log),
+            )
+            for source in sources:
+                descriptor = source.connection.fileno()
+                os.set_blocking(descriptor, False)
+                self._accounts[descriptor] = _Account(source)
+        self._tails = {ends.stderr.fileno(): b"" for ends in pipes}
+        self._stderrs = [ends.stderr.fileno() for ends in pipes]
+        self._backlog = _Backlog()
         self._lock = threading.Lock()
-        self._unshown: list[tuple[_Stream, list[str]]] = []
-        """What ``stderr_tail`` read, for the thread to show."""
+        """One reads at a time, so that what came first is queued first."""
         self._wake_read, self._wake_write = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="stageflow output", daemon=True)
-        self._thread.start()
+        self._reading = threading.Thread(target=self._read_all, name="stageflow output", daemon=True)
+        self._showing = threading.Thread(target=self._show_all, name="stageflow output show", daemon=True)
+        self._reading.start()
+        self._showing.start()
 
     def stderr_tail(self, rank: int) -> tuple[str, ...]:
         """The last lines of a rank's stderr, with what it has just written."""
-        stream = self._streams[rank][1]
-        with self._lock:
-            lines, _ = stream.read()
-            self._unshown.append((stream, lines))
-            return (*stream.tail, *stream.unfinished)
+        descriptor = self._stderrs[rank]
+        self._read(descriptor)
+        lines = self._tails[descriptor].decode("utf-8", "replace").splitlines()
+        return tuple(lines[-_TAIL_LINES:])
 
     def stop(self) -> None:
-        """Show what is left, and end. Bounded: a reader of ours that has stopped reading is left to itself."""
+        """Show what is left, and end. Bounded: showing that is blocked is left to itself."""
         os.write(self._wake_write, b"q")
-        self._thread.join(_SHOW_S)
-        if self._thread.is_alive():
-            return
-        for stream in (stream for pair in self._streams for stream in pair):
-            stream.connection.close()
+        deadline = time.monotonic() + SHOW_S
+        self._reading.join()  # it blocks on nothing
+        self._showing.join(max(0.0, deadline - time.monotonic()))
+        for account in self._accounts.values():
+            account.source.connection.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    def _run(self) -> None:
+    def _read_all(self) -> None:
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
-        streams = {stream.connection.fileno(): stream for pair in self._streams for stream in pair}
-        for descriptor in streams:
+        for descriptor in self._accounts:
             poll.register(descriptor, select.POLLIN)
         ending = False
         while not ending:
             for descriptor, _ in poll.poll():
                 if descriptor == self._wake_read:
                     ending = True
-                elif not self._pump(streams[descriptor]):
+                elif self._read(descriptor) is None:
                     poll.unregister(descriptor)
-        for stream in streams.values():
-            for _ in range(16):  # what a pipe holds, not what a left-over child may go on writing
-                if not self._pump(stream):
+        for descriptor in self._accounts:
+            for _ in range(1024):  # what a pipe or socket holds, not what a left-over child may go on writing
+                if not self._read(descriptor):
                     break
+        self._backlog.close(list(self._accounts.values()))
 
-    def _pump(self, stream: _Stream) -> bool:
+    def _read(self, descriptor: int) -> bool | None:
+        """Read once: whether there was anything, or None at the end of the stream."""
         with self._lock:
-            lines, more = stream.read()
-            batches = [*self._unshown, (stream, lines)]
-            self._unshown.clear()
-        for one, texts in batches:
-            one.show(texts)
-        return more
+            try:
+                data = os.read(descriptor, _CHUNK)
+            except BlockingIOError:
+                return False
+            except OSError:
+                return None
+            if not data:
+                return None
+            if descriptor in self._tails:
+                self._tails[descriptor] = (self._tails[descriptor] + data)[-_TAIL_BYTES:]
+            self._backlog.put(self._accounts[descriptor], data)
+            return True
+
+    def _show_all(self) -> None:
+        while (item := self._backlog.take()) is not None:
+            source, data = item
+            if isinstance(data, bytes):
+                source.show(data)
+            else:
+                source.show_lost(data)
+            del item, data
+        for account in self._accounts.values():
+            account.source.show_rest()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import multiprocessing.spawn
 import os
@@ -22,8 +23,9 @@ import signal
 import sys
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from stageflow._frames import Door
@@ -35,6 +37,9 @@ _PRELOAD_TOO = ("transformers.modeling_utils",)
 of every launch otherwise. The fork server is started once per program, so this is decided at the first launch."""
 
 _start_lock = threading.Lock()
+
+_started: dict[int, tuple[str, str | None]] = {}
+"""Name and time of birth of the stage processes that this program has started, by pid; without what has ended since."""
 
 
 def choose_start_method(start_method: str | None) -> str:
@@ -75,7 +80,30 @@ def start_process(start_method: str, name: str, door: Door) -> BaseProcess:
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    _forget_the_dead()
+    _started[process.pid] = (name, _born(process.pid))
     return process
+
+
+def stage_processes() -> dict[int, str]:
+    """The stage processes that this program has started and that have not ended, by pid; looked up in the kernel."""
+    _forget_the_dead()
+    return {pid: name for pid, (name, _) in list(_started.items())}
+
+
+def _forget_the_dead() -> None:
+    for pid, (_, born) in list(_started.items()):
+        if born is None or _born(pid) != born:
+            _started.pop(pid, None)
+
+
+def _born(pid: int) -> str | None:
+    """When a process began, in the kernel's ticks, which tells it from others with its pid; None for one that has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else fields[18]
 
 
 @contextmanager
@@ -97,12 +125,39 @@ def _main_left_alone() -> Generator[None]:
         multiprocessing.spawn.get_preparation_data = original
 
 
-def open_sentinel(process: BaseProcess, start_method: str) -> int:
+def open_handle(process: BaseProcess) -> int | None:
+    """The kernel's handle of a process, or None where there is no such thing. Ours to close."""
+    if not hasattr(os, "pidfd_open") or process.pid is None:
+        return None
+    try:
+        return os.pidfd_open(process.pid)
+    except ProcessLookupError:  # it has ended already
+        return None
+
+
+def open_sentinel(process: BaseProcess, handle: int | None, start_method: str) -> int:
     """A descriptor that becomes readable when the process has ended, whoever else holds what it held. Ours to close.
 
     The fork server tells of the end of its children. A spawned one is our own child, and multiprocessing's sentinel for it
-    is a pipe that the process's own forked children keep open; the kernel's is not.
+    is a pipe that the process's own forked children keep open; the kernel's handle is not.
     """
-    if start_method == "spawn" and hasattr(os, "pidfd_open") and process.pid is not None:
-        return os.pidfd_open(process.pid)
-    return os.dup(process.sentinel)
+    return os.dup(process.sentinel if start_method == "forkserver" or handle is None else handle)
+
+
+@contextmanager
+def fork_server_within(seconds: float) -> Generator[None]:
+    """Bound the starts inside: a fork server that has not answered by then is killed, which ends the wait for it."""
+
+    def kill_server() -> None:
+        server: Any = multiprocessing.forkserver
+        if (pid := server._forkserver._forkserver_pid) is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), kill_server)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

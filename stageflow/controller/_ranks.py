@@ -12,7 +12,9 @@ import contextlib
 import multiprocessing
 import os
 import signal as signals
-from collections.abc import Iterable
+import socket
+import sys
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,12 +22,12 @@ from typing import cast
 
 import attrs
 import trio
-from torch import nn
+from torch import Tensor, nn
 
 from stageflow._frames import Build, Door, Report, StageInfo, encode
 from stageflow._lifecycle import State
-from stageflow.controller._output import Output
-from stageflow.controller._process import open_sentinel, start_process
+from stageflow.controller._output import Output, OutputPipes
+from stageflow.controller._process import open_handle, open_sentinel, start_process
 from stageflow.errors import LaunchError
 from stageflow.partition import StagePiece
 from stageflow.transport import close_in_forked_children, open_memory, take_apart, write_tensors
@@ -47,6 +49,9 @@ class Plan:
     start_timeout: float
     stall_timeout: float
     shutdown_timeout: float
+    environ: dict[str, str]
+    """Of this program, for the stages."""
+    log_levels: dict[str, int]
 
 
 @attrs.define(eq=False)
@@ -61,6 +66,10 @@ class Rank:
     memory: Connection
     sentinel: int
     """Readable when the process has ended."""
+    handle: int | None
+    """The kernel's own handle of the process, where it has such: a pid may come to mean another."""
+    stacks: int
+    """The file that it writes its stacks to, open for reading."""
     state: State = State.STARTING
     exitcode: int | None = None
     died_at: float | None = None
@@ -76,13 +85,16 @@ class Rank:
     @property
     def label(self) -> str:
         """For people: ``stage 2``."""
-        return f"stage {self.info.stage_index}" + (f".{self.info.tp_index}" if self.info.tp > 1 else "")
+        return self.info.label
 
     def kill(self, signal: int = signals.SIGKILL) -> None:
         """Send a signal, unless the process has ended."""
         if self.exitcode is None and self.process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal)
+                if self.handle is not None:
+                    signals.pidfd_send_signal(self.handle, signal)
+                else:
+                    os.kill(self.process.pid, signal)
 
     def reap(self) -> int:
         """The exit code of a process whose sentinel is readable."""
@@ -96,7 +108,9 @@ class Rank:
         """Close the parent's ends. The up pipe is the reader's until that has ended."""
         for connection in (self.down, self.up, self.death, self.memory):
             connection.close()
-        os.close(self.sentinel)
+        for descriptor in (self.sentinel, self.handle, self.stacks):
+            if descriptor is not None:
+                os.close(descriptor)
         with contextlib.suppress(ValueError):  # one that hangs in the kernel can't be closed
             self.process.close()
 
@@ -123,21 +137,31 @@ def start_ranks(plan: Plan, directory: Path) -> Started:
         close_in_forked_children(*ends)
         return ends
 
+    def datagram_pipe() -> tuple[Connection, Connection]:
+        # A pipe of whole messages, which a write can't block on halfway. As Connections, like all that a child is given.
+        kind = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
+        read, write = (Connection(end.detach()) for end in socket.socketpair(socket.AF_UNIX, kind))
+        close_in_forked_children(read, write)
+        return read, write
+
     headers = [pipe() for _ in range(count + 1)]  # (read, write) of each edge of the ring
     payload_out, payload_first = pipe(duplex=True)  # a pair of sockets each
     payload_in, payload_last = pipe(duplex=True)
     ranks: list[Rank] = []
-    outputs: list[tuple[Connection, Connection]] = []
+    outputs: list[OutputPipes] = []
     ours: list[Connection] = [headers[0][1], headers[-1][0], payload_out, payload_in]
     childs: list[Connection] = [end for edge in headers for end in edge if end not in ours] + [payload_first, payload_last]
     try:
         for info in plan.infos:
             (down_r, down_w), (up_r, up_w), (death_r, death_w) = pipe(), pipe(), pipe()
             (out_r, out_w), (err_r, err_w) = pipe(), pipe()
+            log_r, log_w = datagram_pipe()
             memory = open_memory()
-            ours += [down_w, up_r, death_w, out_r, err_r, memory]
-            childs += [down_r, up_w, death_r, out_w, err_w]
+            ours += [down_w, up_r, death_w, out_r, err_r, log_r, memory]
+            childs += [down_r, up_w, death_r, out_w, err_w, log_w]
+            title = f"stageflow {info.label}/{info.num_stages}"
             door = Door(
+                title=title,
                 rank=info.rank,
                 ranks=count,
                 directory=directory,
@@ -151,39 +175,44 @@ def start_ranks(plan: Plan, directory: Path) -> Started:
                 death=death_r,
                 stdout=out_w,
                 stderr=err_w,
+                log=log_w,
                 memory=memory,
             )
-            name = f"stageflow stage {info.stage_index}/{info.num_stages}"
-            process = start_process(plan.start_method, name, door)
-            sentinel = open_sentinel(process, plan.start_method)
-            ranks.append(Rank(info, process, down_w, up_r, death_w, memory, sentinel))
-            outputs.append((out_r, err_r))
+            stacks = os.open(directory / f"stacks.{info.rank}", os.O_RDONLY | os.O_CREAT, 0o600)
+            try:
+                process = start_process(plan.start_method, title, door)
+                handle = open_handle(process)
+                sentinel = open_sentinel(process, handle, plan.start_method)
+            except BaseException:
+                os.close(stacks)
+                raise
+            ranks.append(Rank(info, process, down_w, up_r, death_w, memory, sentinel, handle, stacks))
+            outputs.append(OutputPipes(out_r, err_r, log_r))
+        output = Output(plan.infos, [info.label for info in plan.infos], outputs)
     except BaseException:
         for rank in ranks:
             rank.kill()
             rank.process.join(1)
-            os.close(rank.sentinel)
+            rank.close()
         for connection in ours:
             connection.close()
         raise
     finally:
         for connection in childs:
             connection.close()
-    output = Output([rank.label for rank in ranks], outputs)
     return Started(tuple(ranks), output, headers[0][1], headers[-1][0], payload_out, payload_in)
 
 
-def hand_over(rank: Rank, plan: Plan) -> None:
-    """Give a rank its piece of the model. Blocks while the rank is slow to read; for a worker thread.
+def take_piece_apart(rank: Rank, plan: Plan) -> tuple[bytes, list[Tensor]]:
+    """Pickle a rank's piece of the model, without its tensors. Runs user code; for a worker thread.
 
     Raises:
-        OSError: the rank is gone. Its supervisor says why.
-        LaunchError: the piece can't be pickled.
+        LaunchError: it can't be pickled.
     """
     info = rank.info
     piece = plan.pieces[info.stage_index]
     try:
-        skeleton, tensors = take_apart(piece.target)
+        return take_apart(piece.target)
     except Exception as error:
         raise LaunchError(
             f"what {rank.label} is to run can't be sent to it: {type(error).__name__}: {error}{_culprit(piece.target)}. "
@@ -193,15 +222,25 @@ def hand_over(rank: Rank, plan: Plan) -> None:
             rank=info.rank,
             phase="hand-over",
         ) from error
-    specs = write_tensors(rank.memory, tensors)
+
+
+def hand_over(rank: Rank, plan: Plan, skeleton: bytes, tensors: Sequence[Tensor]) -> None:
+    """Give a rank its piece of the model. Blocks while the rank is slow to read; for a worker thread.
+
+    Raises:
+        OSError: the rank is gone. Its supervisor says why.
+    """
+    info = rank.info
     frame = Build(
         info=info,
         skeleton=skeleton,
-        specs=specs,
+        specs=write_tensors(rank.memory, tensors),
         backend=plan.backend,
-        unpack=piece.unpack,
+        unpack=plan.pieces[info.stage_index].unpack,
         seed=(plan.seed + info.stage_index) % 2**64,  # as torch itself takes a negative one
         threads=plan.threads,
+        environ=plan.environ,
+        log_levels=plan.log_levels,
     )
     rank.down.send_bytes(encode(frame))
     rank.memory.close()  # the pages live on in the stage alone

@@ -14,11 +14,8 @@ Rules of this file:
 from __future__ import annotations
 
 import logging
-import math
 import signal as signals
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import trio
@@ -29,7 +26,7 @@ from stageflow.controller._interrupts import on_interrupt, protected, to_the_end
 from stageflow.controller._output import Output
 from stageflow.controller._ranks import Plan, Rank, signal_name
 from stageflow.errors import LaunchError, PipelineBroken, StageDied, StageflowError, StageStalled
-from stageflow.observe import Activity, ProgressBoard, RankProgress
+from stageflow.observe import Activity, ProgressBoard
 
 logger = logging.getLogger("stageflow")
 
@@ -42,14 +39,17 @@ TERMINATE_S = 2.0
 REAP_S = 10.0
 """After SIGKILL: a process that is still there then hangs in the kernel, and nothing in user space can end it."""
 
-STACKS_S = 1.0
-"""For all ranks to write their stacks."""
+PATIENCE_S = 0.2
+"""How often it is looked whether somebody sits at a debugger, while a clock runs."""
+
+SILENT_S = 1.0
+"""For a process whose up pipe is closed to end."""
 
 
 class Supervisor:
     """Watches the ranks of one pipeline. Trio thread only."""
 
-    def __init__(self, plan: Plan, ranks: Sequence[Rank], output: Output, board: ProgressBoard, directory: Path) -> None:
+    def __init__(self, plan: Plan, ranks: Sequence[Rank], output: Output, board: ProgressBoard) -> None:
         self.ranks = ranks
         self.failure: StageflowError | None = None
         """What broke the pipeline; waiters raise copies of it."""
@@ -61,7 +61,6 @@ class Supervisor:
         self._plan = plan
         self._output = output
         self._board = board
-        self._directory = directory
         self._on_break: list[Callable[[StageflowError], None]] = []
         self._over = trio.Event()
         """Every process has ended, or the pipeline is broken."""
@@ -162,6 +161,17 @@ class Supervisor:
                 await self._conclusive.wait()
             self._break()
 
+    @protected
+    async def listen(self, rank: Rank) -> None:
+        """Wait for a rank to fall silent, which only its end should be. For the reaper nursery."""
+        with trio.CancelScope(shield=True) as scope:
+            self._watches.append(scope)
+            await rank.heard.wait()
+            with trio.move_on_after(SILENT_S):
+                await rank.gone.wait()
+            if not rank.gone.is_set():
+                self.transport_failed(rank.info.rank, ConnectionError("it has closed its pipe, but has not ended"))
+
     def stop_watching(self) -> None:
         """End the tasks of the reaper nursery: nothing is left to watch, or it can't be ended."""
         for scope in self._watches:
@@ -261,56 +271,26 @@ class Supervisor:
 
     # ---- stalls ---------------------------------------------------------------------------------------------------------
 
-    @protected
-    async def watch_stalls(self, has_work: Callable[[], bool]) -> None:
-        """Break the pipeline when no rank has got on with anything for ``stall_timeout`` while work is assigned.
+    def stall_found(self, error: StageStalled) -> None:
+        """A rank hangs; all are asked for their stacks next, and one that dies of that is no cause of anything."""
+        self._stall = error
 
-        Judged by what ranks write into shared memory, never by when results arrive here, and only over time in which this
-        loop ran: a body that blocks the loop raises no false stall.
-        """
-        timeout = self._plan.stall_timeout
-        if timeout == math.inf:
-            return
-        period = min(5.0, timeout / 4)  # an idle pipeline shall hardly wake up
-        marks: object = None
-        looked = quiet_since = trio.current_time()
-        while True:
-            await trio.sleep(period)
-            now = trio.current_time()
-            seen = [self._board.read(rank.info.rank) for rank in self.ranks]
-            new_marks = [progress.mark for progress in seen]
-            if new_marks != marks or not has_work() or now - looked > 2 * period + 0.1:
-                quiet_since = now
-            marks, looked = new_marks, now
-            if now - quiet_since >= timeout:
-                await self._declare_stall(seen)
-                return
-
-    async def _declare_stall(self, seen: Sequence[RankProgress]) -> None:
-        at = _stalled_rank(seen)
-        rank, progress = self.ranks[at], seen[at]
-        since = (time.monotonic_ns() - progress.since_ns) / 1e9
-        seq = f" micro-batch {progress.seq}" if progress.seq is not None else ""
-        what = f"{progress.activity.name.lower()}{seq}"
-        if all(one.activity is Activity.WAITING and one.handled == seen[0].handled for one in seen):
-            what = "waiting like all others: the controller has not taken a result, whose unpickling may hang there"
-        self._stall = StageStalled(
-            f"{rank.label} (rank {at}) made no progress for {since:.1f} s, {what} "
-            f"(stall_timeout={self._plan.stall_timeout:g} s)",
-            **self._facts(rank),
-            seq=progress.seq,
-        )
-        for other in self.ranks:
-            other.kill(signals.SIGUSR1)
-        await trio.sleep(min(STACKS_S, self._plan.stall_timeout))
-        self._stall.stacks = {other.info.rank: self._read_stacks(other) for other in self.ranks}
+    def stall_reported(self) -> None:
+        """The stacks are there: the pipeline can be broken."""
         self._sign(conclusive=True)
 
-    def _read_stacks(self, rank: Rank) -> str:
-        try:
-            return (self._directory / f"stacks.{rank.info.rank}").read_text(errors="replace")
-        except OSError:
-            return ""
+    def debugging(self) -> bool:
+        """Whether somebody sits at a debugger in a stage."""
+        return any(self._board.read(rank.info.rank).activity is Activity.DEBUGGING for rank in self.ranks)
+
+    async def patience(self, seconds: float, event: trio.Event) -> None:
+        """Wait for an event, at most that long, not counting time in which somebody sits at a debugger in a stage."""
+        while seconds > 0 and not event.is_set():
+            step = min(seconds, PATIENCE_S)
+            with trio.move_on_after(step):
+                await event.wait()
+            if not self.debugging():
+                seconds -= step
 
     # ---- the end --------------------------------------------------------------------------------------------------------
 
@@ -341,8 +321,7 @@ class Supervisor:
     async def _ladder(self, send_end_of_stream: Callable[[], None]) -> None:
         if self.launched and not self._ending:
             send_end_of_stream()
-            with trio.move_on_after(self._plan.shutdown_timeout):
-                await self._over.wait()
+            await self.patience(self._plan.shutdown_timeout, self._over)
             if self.failure is None and (late := self._alive()):
                 self._ending = self._forced = True
                 logger.warning(
@@ -372,12 +351,3 @@ class Supervisor:
         with trio.move_on_after(seconds):
             for rank in alive:
                 await rank.gone.wait()
-
-
-def _stalled_rank(seen: Sequence[RankProgress]) -> int:
-    """The rank that the others wait for: at work for longest; else the first that is behind the one before it."""
-    at_work = [rank for rank, progress in enumerate(seen) if progress.activity is not Activity.WAITING]
-    if at_work:
-        return min(at_work, key=lambda rank: seen[rank].since_ns)
-    handled = [math.inf, *(progress.handled for progress in seen)]
-    return next((rank for rank in range(len(seen)) if handled[rank + 1] < handled[rank]), 0)

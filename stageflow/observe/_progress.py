@@ -33,6 +33,8 @@ class Activity(IntEnum):
     CALLING = 4
     """Running a function of ``pipe.call``."""
     ENDING = 5
+    DEBUGGING = 6
+    """Somebody sits at its debugger, or it waits for the terminal to be free for that."""
 
 
 # The fields of a slot.
@@ -71,11 +73,15 @@ class RankProgress:
 class ProgressBoard:
     """The shared memory of all ranks' slots, a file in the pipeline's private directory."""
 
-    def __init__(self, path: Path, ranks: int, *, create: bool = False) -> None:
-        with path.open("w+b" if create else "r+b") as file:
-            if create:
-                file.truncate(ranks * _SLOT)
-            self._map = mmap.mmap(file.fileno(), ranks * _SLOT)
+    def __init__(self, path: Path | None, ranks: int, *, create: bool = False) -> None:
+        """Args: the file, None for memory of this process alone; the number of ranks; whether to make the file."""
+        if path is None:
+            self._map = mmap.mmap(-1, ranks * _SLOT)
+        else:
+            with path.open("w+b" if create else "r+b") as file:
+                if create:
+                    file.truncate(ranks * _SLOT)
+                self._map = mmap.mmap(file.fileno(), ranks * _SLOT)
         self._fields = memoryview(self._map).cast("q")
         self._last: list[RankProgress] | None = None
 
@@ -123,6 +129,11 @@ class ProgressWriter:
         f[_ACTIVITY] = activity
         f[_SEQ] = 0 if seq is None else seq + 1
         f[_SINCE] = now
+
+    @property
+    def current(self) -> tuple[Activity, int | None]:
+        """What the rank is doing, and for which micro-batch."""
+        return Activity(self._fields[_ACTIVITY]), self._fields[_SEQ] - 1 if self._fields[_SEQ] else None
 
     def finished(self, *, failed: bool) -> None:
         """A micro-batch is through, well or not."""

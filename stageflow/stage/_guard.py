@@ -27,11 +27,11 @@ _F_SETSIG = 10
 """Linux: which signal async I/O sends. Not in Python's fcntl module."""
 
 
-def arm(*, name: str, death: Connection, stdout: Connection, stderr: Connection, stacks: Path) -> None:
+def arm(*, title: str, death: Connection, stdout: Connection, stderr: Connection, stacks: Path) -> None:
     """Set up signals, output, fault reports and the death pipe of this process.
 
     Args:
-        name: what `ps` shows, at most 15 bytes.
+        title: what `ps` shows: whole, if setproctitle is installed; else as the kernel's short name, ``stageflow 2/4``.
         death: read end of the pipe that the controller never writes to.
         stdout: write end, becomes file descriptor 1.
         stderr: write end, becomes file descriptor 2.
@@ -44,14 +44,23 @@ def arm(*, name: str, death: Connection, stdout: Connection, stderr: Connection,
     _redirect(stderr, 2)
     sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 - the process's
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 - the process's
-    faulthandler.enable(file=2)
+    faulthandler.enable(file=2, all_threads=False)  # after a crash, the one that crashed is what matters
     stacks_fd = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
     if sys.platform == "linux":
-        Path("/proc/self/comm").write_text(name)
+        _name_process(title)
         _arm_in_kernel(death.fileno())
     else:
         threading.Thread(target=_watch, args=(death.fileno(),), name="stageflow death watch", daemon=True).start()
+
+
+def _name_process(title: str) -> None:
+    with contextlib.suppress(ImportError):
+        from setproctitle import setproctitle
+
+        setproctitle(title)
+    # At most 15 bytes. Afterwards, since setproctitle sets it as well, to the beginning of the title.
+    Path("/proc/self/comm").write_text(title.replace(" stage", ""))
 
 
 def _redirect(connection: Connection, descriptor: int) -> None:

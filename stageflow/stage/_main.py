@@ -7,9 +7,8 @@ Rules of this file:
 * Three threads. The main thread computes and sends. The receiver blocks on the edge that comes in, and only queues: it
   never throttles, the window bounds what it can hold. The keeper holds sent tensors until the peer has them.
 * Everything the rank does, it does in the order of its header pipe.
-* The user's code fails alone: whatever it raises for a micro-batch or a call becomes a report, in that one's turn. A failure
-  of the transport, or of the start, is fatal: it is reported, and the controller ends the process.
-* ``SystemExit`` is not caught: a stage that wants to end, ends, and its controller calls that a death.
+* The user's code fails alone (``_run.py``). A failure of the transport, or of the start, is fatal: it is reported, and the
+  controller ends the process. ``SystemExit`` is not caught: a stage that wants to end, ends, and that is called a death.
 * There is no way back from a failure here; who waits for whom, and for how long, is decided in the controller.
 """
 
@@ -21,13 +20,11 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, cast
 
 import attrs
 import torch
-from torch import nn
 
 from stageflow._frames import (
     Build,
@@ -48,10 +45,13 @@ from stageflow._frames import (
     decode,
     encode,
 )
-from stageflow._lifecycle import Event
+from stageflow._lifecycle import Event, State, advance
 from stageflow.observe import Activity, ProgressBoard, ProgressWriter
+from stageflow.stage._debugger import debug_on_terminal
 from stageflow.stage._guard import arm
+from stageflow.stage._logs import forward_logs, set_levels
 from stageflow.stage._report import Reporter
+from stageflow.stage._run import Runner, build_stage
 from stageflow.stage._stage import Stage
 from stageflow.transport import (
     Arrival,
@@ -63,43 +63,53 @@ from stageflow.transport import (
     StreamGroup,
     TransportError,
     close_in_forked_children,
-    pack,
     put_together,
     read_tensors,
-    to_bytes,
-    unpack,
 )
 
 _PART = 32 * 1024
 """Bytes of a call's result per frame on the up pipe: half a pipe's buffer."""
 
-
-_ENDINGS = (SystemExit, KeyboardInterrupt)
-"""Of what user code raises, this ends the process; anything else fails one micro-batch or call."""
+_Enter = Callable[..., None]
+"""Called with the event that moves this life on, and the frame that says so, if that isn't a plain ``Phase``."""
 
 
 def main(door: Door) -> None:
     """The life of a stage process."""
     arm(
-        name=f"stageflow {door.rank}/{door.ranks}",
+        title=door.title,
         death=door.death,
         stdout=door.stdout,
         stderr=door.stderr,
         stacks=door.directory / f"stacks.{door.rank}",
     )
+    forward_logs(door.log)
     close_in_forked_children(door.header_in, door.header_out, door.down, door.up, door.memory)
     up = _Up(door.up)
     try:
+        progress = ProgressBoard(door.directory / "progress", door.ranks).writer(door.rank)
         up.send(Hello(os.getpid()))
         build: Build = decode(door.down.recv_bytes())
+        _move_in(build)
+        debug_on_terminal(build.info.label, door.directory / "terminal", progress)
         reporter = Reporter(build.info)
+
+        def enter(event: Event, frame: UpFrame | None = None) -> None:
+            reporter.phase = advance(State(reporter.phase), event)
+            up.send(frame or Phase(event))
+
         try:
             receiver, sender = _join_edges(door, build)
-            stage = _build(door, build, up, reporter)
-            up.send(Phase(Event.WARM_UP))
-            reporter.phase = "serve"
-            progress = ProgressBoard(door.directory / "progress", door.ranks).writer(door.rank)
-            _Loop(stage, build.unpack, receiver, sender, up, progress, reporter).run()
+            stage = _build(door, build, enter)
+            runner = Runner(
+                stage,
+                unpack_tuples=build.unpack,
+                progress=progress,
+                reporter=reporter,
+                wire_device=sender.wire_device,
+            )
+            enter(Event.WARM_UP)
+            _Loop(runner, receiver, sender, up, progress, enter).run()
         except Exception as error:
             up.send(Fatal(reporter.report(error, transport=isinstance(error, TransportError))))
             _wait_for_the_end(door.down)
@@ -148,6 +158,13 @@ class _Up:
 # ---- the start ----------------------------------------------------------------------------------------------------------
 
 
+def _move_in(build: Build) -> None:
+    """What the fork server has of the program's first launch, and the program may have changed since."""
+    os.environ.clear()
+    os.environ.update(build.environ)
+    set_levels(build.log_levels)
+
+
 def _join_edges(door: Door, build: Build) -> tuple[EdgeReceiver, EdgeSender]:
     info = build.info
     device = torch.device(info.device)
@@ -166,31 +183,14 @@ def _join_edges(door: Door, build: Build) -> tuple[EdgeReceiver, EdgeSender]:
     return EdgeReceiver(door.header_in, incoming, pin=device.type == "cuda"), EdgeSender(door.header_out, outgoing)
 
 
-def _build(door: Door, build: Build, up: _Up, reporter: Reporter) -> Stage:
-    info = build.info
+def _build(door: Door, build: Build, enter: _Enter) -> Stage:
     torch.set_num_threads(build.threads)
     torch.manual_seed(build.seed)
-    up.send(Phase(Event.IMPORT))
-    reporter.phase = "import"
+    enter(Event.IMPORT)
     target = put_together(build.skeleton, read_tensors(door.memory, build.specs))
     door.memory.close()
-    up.send(Phase(Event.BUILD))
-    reporter.phase = "build"
-    module: Any = target if isinstance(target, nn.Module) else target(info)
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"build(stage) must return a torch.nn.Module for stage {info.stage_index}, not {type(module).__name__}"
-        )
-    module.to(info.device)
-    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values()
-    info = attrs.evolve(
-        info,
-        pid=os.getpid(),
-        module_names=info.module_names or tuple(name for name, _ in module.named_children()),
-        parameters=sum(parameter.numel() for parameter in module.parameters()),
-        bytes=sum(tensor.nbytes for tensor in tensors),
-    )
-    return Stage(module, info)
+    enter(Event.BUILD)
+    return build_stage(target, attrs.evolve(build.info, pid=os.getpid()))
 
 
 # ---- the loop -----------------------------------------------------------------------------------------------------------
@@ -227,21 +227,20 @@ class _Loop:
 
     def __init__(
         self,
-        stage: Stage,
-        unpack_tuples: bool,
+        runner: Runner,
         receiver: EdgeReceiver,
         sender: EdgeSender,
         up: _Up,
         progress: ProgressWriter,
-        reporter: Reporter,
+        enter: _Enter,
     ) -> None:
-        self._stage = stage
-        self._unpack_tuples = unpack_tuples
+        self._runner = runner
+        self._stage = runner.stage
         self._receiver = receiver
         self._sender = sender
         self._up = up
         self._progress = progress
-        self._reporter = reporter
+        self._enter = enter
         self._inbox: queue.SimpleQueue[Arrival | Exception] = queue.SimpleQueue()
         self._keeper = _Keeper(self._inbox)
 
@@ -254,7 +253,7 @@ class _Loop:
                 raise arrival
             match arrival.frame:
                 case MicroBatch(seq=seq):
-                    self._pass_on(*self._forward(seq, *arrival.values), seq)
+                    self._pass_on(*self._runner.forward(seq, *arrival.values), seq)
                 case Call() as call:
                     self._pass_on(call, () if self._stage.is_last else arrival.values)
                     if self._stage.rank in call.ranks:
@@ -267,7 +266,7 @@ class _Loop:
                     break
                 case Warmup() as frame:
                     self._pass_on(frame, arrival.values)
-                    self._up.send(Ready(self._stage.info))
+                    self._enter(Event.READY, Ready(self._stage.info))
             del arrival  # nothing is kept alive while the next one is waited for
         self._progress.enter(Activity.ENDING)
         self._keeper.drain()
@@ -290,52 +289,7 @@ class _Loop:
         self._progress.enter(Activity.SENDING, seq)
         self._keeper.keep(self._sender.send(frame, values))
 
-    def _forward(
-        self, seq: int, value: Packed, stage_kwargs: Packed | None = None
-    ) -> tuple[MicroBatch | Failed, list[Packed | None]]:
-        """What comes out of this stage for one micro-batch: the frame to pass on, and its values."""
-        stage = self._stage
-        self._progress.enter(Activity.COMPUTING, seq)
-        try:
-            args, kwargs = self._arguments(unpack(value, stage.device))
-            value.wires.clear()  # so that what is passed through is not held twice, and input is freed as it is used up
-            extra: dict[str, Any] = {} if stage_kwargs is None else self._unpack_shared(stage_kwargs)
-            with torch.inference_mode():
-                output = stage.module(*args, **kwargs, **extra)
-                del args, kwargs, extra
-                packed = pack(output, self._sender.wire_device)
-                del output
-            packed.own()
-        except _ENDINGS:
-            raise
-        except BaseException as error:
-            self._progress.finished(failed=True)
-            return Failed(seq, self._reporter.report(error, seq=seq)), []
-        self._progress.finished(failed=False)
-        return MicroBatch(seq), [packed] if stage.is_last else [packed, stage_kwargs]
-
-    def _arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The first stage gets the caller's arguments; a later one what the stage before returned."""
-        if self._stage.is_first:
-            return value
-        if self._unpack_tuples and type(value) is tuple:  # not a named one, which is a value of its own
-            return cast("tuple[Any, ...]", value), {}
-        return (value,), {}
-
-    def _unpack_shared(self, value: Packed) -> Any:
-        """A value that goes to later stages as well: what user code does to its tensors here must not show there."""
-        return unpack(value if self._stage.is_last else value.private(), self._stage.device)
-
     def _call(self, call_id: int, value: Packed) -> None:
-        self._progress.enter(Activity.CALLING)
-        failed = False
-        try:
-            fn, args = self._unpack_shared(value)
-            with torch.inference_mode():
-                result = to_bytes(pack(fn(self._stage, *args)))
-        except _ENDINGS:
-            raise
-        except BaseException as error:
-            failed, result = True, encode(Fatal(self._reporter.report(error, phase="call")))
+        failed, result = self._runner.call(value)
         parts = [result[at : at + _PART] for at in range(0, len(result), _PART)]
         self._up.send(*(CallPart(call_id, len(result), failed, part) for part in parts))

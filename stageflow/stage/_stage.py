@@ -17,11 +17,13 @@ class Stage:
     Attributes:
         module: the piece of the model that this stage runs.
         info: the facts of this rank, as in ``pipe.stages``.
+        seq: the number of the micro-batch that it computes, for hooks and the like; None between two, and in a call.
     """
 
     def __init__(self, module: nn.Module, info: StageInfo) -> None:
         self.module = module
         self.info = info
+        self.seq: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -54,4 +56,5 @@ class Stage:
         return self.info.is_last
 
     def __repr__(self) -> str:
-        return f"<Stage {self.stage_index} of {self.num_stages} on {self.info.device}: {type(self.module).__name__}>"
+        work = "" if self.seq is None else f", at micro-batch {self.seq}"
+        return f"<Stage {self.stage_index} of {self.num_stages} on {self.info.device}: {type(self.module).__name__}{work}>"

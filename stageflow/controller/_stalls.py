@@ -1,0 +1,113 @@
+"""Finding a stage that hangs: no rank gets on with anything, and there is work.
+
+Rules of this file:
+
+* Judged by what ranks write into shared memory, never by when results arrive here, and only over time in which Trio's loop
+  ran: a body that blocks the loop makes no stall, however long, and neither does a slow consumer.
+* While somebody sits at a debugger in a stage, no time passes.
+* Before the pipeline is broken, every rank has been asked for its stacks: by a signal, so it answers while it holds the GIL.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import trio
+
+from stageflow.controller._interrupts import protected
+from stageflow.controller._ledger import Ledger
+from stageflow.controller._supervisor import Supervisor
+from stageflow.errors import StageStalled
+from stageflow.observe import Activity, ProgressBoard, RankProgress, draw_holders
+
+STACKS_S = 1.0
+"""For all ranks to write their stacks."""
+
+_LOOK_S = 0.02
+"""Between two looks at whether they have."""
+
+
+class StallWatch:
+    """Watches the progress of one pipeline."""
+
+    def __init__(self, supervisor: Supervisor, ledger: Ledger, board: ProgressBoard, stall_timeout: float) -> None:
+        self._supervisor = supervisor
+        self._ranks = supervisor.ranks
+        self._ledger = ledger
+        self._board = board
+        self._timeout = stall_timeout
+
+    @protected
+    async def run(self) -> None:
+        """Break the pipeline when no rank has got on with anything for ``stall_timeout`` while work is assigned."""
+        if self._timeout == math.inf:
+            return
+        period = min(5.0, self._timeout / 4)  # an idle pipeline shall hardly wake up
+        marks: object = None
+        looked = quiet_since = trio.current_time()
+        while True:
+            await trio.sleep(period)
+            now = trio.current_time()
+            seen = [self._board.read(rank.info.rank) for rank in self._ranks]
+            new_marks = [progress.mark for progress in seen]
+            loop_was_blocked = now - looked > 2 * period + 0.1
+            if new_marks != marks or not self._ledger.has_work() or self._supervisor.debugging() or loop_was_blocked:
+                quiet_since = now
+            marks, looked = new_marks, now
+            if now - quiet_since >= self._timeout:
+                await self._declare(seen)
+                return
+
+    async def _declare(self, seen: Sequence[RankProgress]) -> None:
+        at = stalled_rank(seen, self._ranks[0].info.tp)
+        rank, progress = self._ranks[at], seen[at]
+        since = (time.monotonic_ns() - progress.since_ns) / 1e9
+        seq = f" micro-batch {progress.seq}" if progress.seq is not None else ""
+        what = f"{progress.activity.name.lower()}{seq}"
+        if all(one.activity is Activity.WAITING and one.handled == seen[0].handled for one in seen):
+            what = "waiting like all others: the controller has not taken a result, whose unpickling may hang there"
+        error = StageStalled(
+            f"{rank.label} (rank {at}) made no progress for {since:.1f} s, {what} (stall_timeout={self._timeout:g} s)",
+            stage_index=rank.info.stage_index,
+            tp_index=rank.info.tp_index,
+            rank=rank.info.rank,
+            phase=rank.state.value,
+            seq=progress.seq,
+            holders=draw_holders(
+                [(one.info, each) for one, each in zip(self._ranks, seen, strict=True)],
+                submitted=self._ledger.submitted,
+                arrived=self._ledger.done + self._ledger.failed,
+            ),
+        )
+        self._supervisor.stall_found(error)
+        error.stacks = await self._stacks()
+        self._supervisor.stall_reported()
+
+    async def _stacks(self) -> dict[int, str]:
+        for rank in self._ranks:
+            rank.kill(signal.SIGUSR1)
+        sizes: list[int] = []
+        with trio.move_on_after(min(STACKS_S, self._timeout)):
+            while not all(sizes) or not sizes or sizes != self._sizes():  # all there, and none still growing
+                sizes = self._sizes()
+                await trio.sleep(_LOOK_S)
+        return {
+            rank.info.rank: os.pread(rank.stacks, size, 0).decode(errors="replace")
+            for rank, size in zip(self._ranks, self._sizes(), strict=True)
+        }
+
+    def _sizes(self) -> list[int]:
+        return [os.fstat(rank.stacks).st_size for rank in self._ranks]
+
+
+def stalled_rank(seen: Sequence[RankProgress], tp: int) -> int:
+    """The rank that the others wait for: at work for longest; else the first that is behind the stage before it."""
+    at_work = [rank for rank, progress in enumerate(seen) if progress.activity is not Activity.WAITING]
+    if at_work:
+        return min(at_work, key=lambda rank: seen[rank].since_ns)
+    handled = [math.inf] * tp + [progress.handled for progress in seen]  # by rank, a stage late
+    return next((rank for rank, progress in enumerate(seen) if progress.handled < handled[rank]), 0)
