@@ -48,7 +48,7 @@ class StageflowError(Exception):
         signal: name of that signal, e.g. ``"SIGKILL"``.
         stderr_tail: the last lines the process wrote on stderr.
         holders: where a stage stalled: what each place of the pipeline does and which micro-batches it holds, a line each.
-        stacks: text of all Python stacks by rank, where a stage stalled.
+        stacks: text of all Python stacks by rank, where a stage stalled; that rank first. ``str()`` shows main threads only.
         secondary: other errors that followed from this one and were set aside.
     """
 
@@ -95,7 +95,7 @@ class StageflowError(Exception):
         if self.holders:
             parts.append("Who holds which micro-batch:\n" + "\n".join(f"  {line}" for line in self.holders.splitlines()))
         for rank, text in (self.stacks or {}).items():
-            parts.append(f"Stacks of rank {rank}:\n{text.rstrip()}")
+            parts.append(f"Stack of rank {rank}:\n{_main_thread(text)}")
         return "\n\n".join(parts)
 
     def _facts(self) -> dict[str, Any]:
@@ -111,6 +111,12 @@ class StageflowError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         notes = getattr(self, "__notes__", None)
         return _rebuild, (type(self), self.message, self._facts()), {"__notes__": notes} if notes else None
+
+
+def _main_thread(stacks: str) -> str:
+    """The part of a rank's stacks that says what it is at: of the thread that computes."""
+    threads = stacks.strip().split("\n\n")
+    return next((thread for thread in reversed(threads) if thread.startswith("Current thread")), stacks.rstrip())
 
 
 def _rebuild(cls: type[StageflowError], message: str, facts: dict[str, Any]) -> StageflowError:

@@ -34,6 +34,7 @@ ROOMS: dict[str, list[str]] = {
     "stage": [*GROUND, "transport", "observe"],
     "controller": [*GROUND, "partition", "transport", "observe"],
     "__init__": [*GROUND, "partition", "transport", "observe", "stage", "controller"],
+    "testing": [*GROUND, "partition", "transport", "observe", "stage", "controller", "__init__"],
     "llm": [*GROUND, "partition", "transport", "observe", "stage", "controller", "__init__"],
     "cli": [*GROUND, "partition", "transport", "observe", "stage", "controller", "__init__", "llm"],
     "__main__": ["cli"],
@@ -42,7 +43,7 @@ ROOMS: dict[str, list[str]] = {
 # And the world outside: each package, and the rooms that may import it. Trio runs in the parent only; the ground is plain
 # Python and attrs; transformers is an extra, so what works without it doesn't import it.
 NOT_GROUND = [room for room in ROOMS if room not in GROUND]
-PARENT = ["controller", "__init__", "llm", "cli"]
+PARENT = ["controller", "__init__", "testing", "llm", "cli"]
 WORLD: dict[str, list[str]] = {
     "attrs": list(ROOMS),
     "torch": NOT_GROUND,
@@ -50,6 +51,7 @@ WORLD: dict[str, list[str]] = {
     "trio": PARENT,
     "tricycle": PARENT,
     "outcome": PARENT,
+    "setproctitle": ["stage"],
     "transformers": ["llm", "cli"],
     "safetensors": ["llm", "cli"],
     "gguf": ["llm", "cli"],

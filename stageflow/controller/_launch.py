@@ -31,7 +31,7 @@ from stageflow._lifecycle import State
 from stageflow.controller._interrupts import is_cancelled, is_interrupt, protected, to_the_end
 from stageflow.controller._ledger import Ledger
 from stageflow.controller._logs import levels
-from stageflow.controller._pipeline import MADE_BY_LAUNCH, Pipeline
+from stageflow.controller._pipeline import Pipeline, make_pipeline
 from stageflow.controller._places import choose_backend, choose_devices, choose_threads
 from stageflow.controller._process import choose_start_method, fork_server_within
 from stageflow.controller._ranks import Plan, Rank, Started, hand_over, start_ranks, take_piece_apart
@@ -120,6 +120,10 @@ class Launch(AbstractAsyncContextManager[Pipeline]):
     ) -> bool | None:
         assert self._context is not None
         return await self._context.__aexit__(kind, error, trace)
+
+    def __repr__(self) -> str:
+        state = "not entered" if self._context is None else "entered"
+        return f"<launch of a pipeline of {len(self._plan.infos)} stages: {state}>"
 
     def _misuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise TypeError("a pipeline lives in a block:  async with Pipeline.launch(model, pp=4) as pipe: ...")
@@ -233,7 +237,7 @@ class _Services:
         receiver = EdgeReceiver(started.header_in, StreamGroup(started.payload_in))
         self.writer = Writer(sender, supervisor.transport_failed)
         self.ledger = Ledger(plan.window, self.writer)
-        self.pipe = Pipeline(made_by=MADE_BY_LAUNCH, ledger=self.ledger, ranks=started.ranks, board=board)
+        self.pipe = make_pipeline(self.ledger, started.ranks, board)
         listener = Listener(
             result=self.ledger.result,
             unreadable=self.ledger.unreadable,

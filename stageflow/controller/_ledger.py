@@ -14,17 +14,16 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import trio
 
-from stageflow._frames import Call, EndOfStream, MicroBatch, Report, Warmup
+from stageflow._frames import Call, EndOfStream, MicroBatch, Report, RingFrame, Warmup
 from stageflow.controller._interrupts import protected
 from stageflow.controller._tickets import Entry, Outcome, Ticket
-from stageflow.controller._traffic import Writer
 from stageflow.controller._window import Window
-from stageflow.errors import StageError
+from stageflow.errors import PipelineBroken, StageError
 from stageflow.transport import SMALL, Packed, pack
 
 logger = logging.getLogger("stageflow")
@@ -44,10 +43,18 @@ class _Calling:
     done: trio.Event = attrs.field(factory=trio.Event)
 
 
+class Outbox(Protocol):
+    """Where the ledger puts what is to be sent: the writer."""
+
+    def put(self, frame: RingFrame, *values: Packed | None) -> None:
+        """Send a frame, in its turn, with the values that it announces."""
+        ...
+
+
 class Ledger:
     """The micro-batches and calls of one pipeline."""
 
-    def __init__(self, window: int, writer: Writer) -> None:
+    def __init__(self, window: int, writer: Outbox) -> None:
         self.window = Window(window)
         self.submitted = self.done = self.failed = self.dropped = 0
         """Counts of micro-batches since the launch; see ``Statistics``."""
@@ -64,6 +71,14 @@ class Ledger:
     def closed(self) -> bool:
         """Whether the pipeline is broken or its block has ended."""
         return self._closed is not None
+
+    @property
+    def state(self) -> str:
+        """For people: open, closed, or broken and by what."""
+        if self._closed is None:
+            return "open"
+        reason = self._closed()
+        return f"broken, {type(reason).__name__}" if isinstance(reason, PipelineBroken) else "closed"
 
     def check(self) -> None:
         """Raise what ``close`` was given, or RuntimeError for a caller from another Trio run or thread."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Literal, final
+from typing import Any, Literal, Protocol, final
 
 import torch
 import trio
@@ -20,11 +20,24 @@ from stageflow._frames import StageInfo
 from stageflow.controller._batches import join_batch, split_batch
 from stageflow.controller._ledger import Ledger
 from stageflow.controller._map import MapContext
-from stageflow.controller._ranks import Rank
 from stageflow.controller._tickets import Ticket
 from stageflow.observe import ProgressBoard, Statistics, stage_statistics
 
-MADE_BY_LAUNCH = object()
+_MADE_BY_LAUNCH = object()
+
+
+class Place(Protocol):
+    """A rank, as far as the face of a pipeline shows it."""
+
+    @property
+    def info(self) -> StageInfo:
+        """Its facts."""
+        ...
+
+
+def make_pipeline(ledger: Ledger, places: Sequence[Place], board: ProgressBoard) -> Pipeline:
+    """The face of a pipeline that has been launched; ``places`` are its ranks, in order."""
+    return Pipeline(made_by=_MADE_BY_LAUNCH, ledger=ledger, places=places, board=board)
 
 
 @final
@@ -35,10 +48,10 @@ class Pipeline:
     """
 
     def __init__(self, *, made_by: object = None, **parts: Any) -> None:
-        if made_by is not MADE_BY_LAUNCH:
+        if made_by is not _MADE_BY_LAUNCH:
             raise TypeError("a Pipeline is made by its launch:  async with Pipeline.launch(model, pp=4) as pipe: ...")
         self._ledger: Ledger = parts["ledger"]
-        self._ranks: Sequence[Rank] = parts["ranks"]
+        self._ranks: Sequence[Place] = parts["places"]
         self._board: ProgressBoard = parts["board"]
 
     @staticmethod
@@ -263,5 +276,5 @@ class Pipeline:
 
     def __repr__(self) -> str:
         window = self._ledger.window
-        state = "closed" if self._ledger.closed else f"{window.used} of {window.size} in flight"
+        state = f"{window.used} of {window.size} in flight" if self._ledger.state == "open" else self._ledger.state
         return f"<Pipeline of {len(self._ranks)} stages on {', '.join(sorted({i.device for i in self.stages}))}: {state}>"

@@ -84,7 +84,8 @@ class StallWatch:
             ),
         )
         self._supervisor.stall_found(error)
-        error.stacks = await self._stacks()
+        stacks = await self._stacks()
+        error.stacks = {at: stacks.pop(at), **stacks}
         self._supervisor.stall_reported()
 
     async def _stacks(self) -> dict[int, str]:

@@ -83,6 +83,7 @@ class ProgressBoard:
                     file.truncate(ranks * _SLOT)
                 self._map = mmap.mmap(file.fileno(), ranks * _SLOT)
         self._fields = memoryview(self._map).cast("q")
+        self._written: list[memoryview[int]] = []
         self._last: list[RankProgress] | None = None
 
     def read(self, rank: int) -> RankProgress:
@@ -104,12 +105,15 @@ class ProgressBoard:
 
     def writer(self, rank: int) -> ProgressWriter:
         """The writing side of one slot: for that rank alone."""
-        return ProgressWriter(self._fields[rank * _FIELDS : (rank + 1) * _FIELDS])
+        fields = self._fields[rank * _FIELDS : (rank + 1) * _FIELDS]
+        self._written.append(fields)
+        return ProgressWriter(fields)
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap. Nothing may write in this process any more."""
         self._last = [self.read(rank) for rank in range(len(self._fields) // _FIELDS)]
-        self._fields.release()
+        for fields in (*self._written, self._fields):
+            fields.release()
         self._map.close()
 
 
