@@ -228,15 +228,15 @@ def test_the_drawing_of_a_life_has_every_phase_and_event() -> None:
 
 
 def test_timeouts_are_the_code_s() -> None:
-    from stageflow.controller import _launch, _output, _supervisor
+    from stageflow.controller import _launch, _output, _stalls, _supervisor
 
     parameters = inspect.signature(Pipeline.launch).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items() if name.endswith("_timeout")}
     assert {row[0].strip("`"): float(row[1].split()[0]) for row in rows_under("errors.md", TIMEOUTS)} == defaults
     bounds = {row[1].split(" s")[0] for row in rows_under("how-it-works.md", BOUNDS)}
     constants = (
-        *(_supervisor.SETTLE_S, _supervisor.TERMINATE_S, _supervisor.REAP_S, _supervisor.STACKS_S),
-        *(_launch.THREADS_S, _output._SHOW_S),
+        *(_supervisor.SETTLE_S, _supervisor.TERMINATE_S, _supervisor.REAP_S, _supervisor.SILENT_S),
+        *(_stalls.STACKS_S, _launch.THREADS_S, _output.SHOW_S),
     )
     assert {f"{constant:g}" for constant in constants} <= bounds
 

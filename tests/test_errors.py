@@ -29,7 +29,8 @@ FACTS = {
     "exitcode": -9,
     "signal": "SIGKILL",
     "stderr_tail": ("one", "two"),
-    "stacks": {5: "Thread 1:\n  forward\n", 6: "Thread 1:\n  receive\n"},
+    "holders": "stage 2  computing  holds 17\nstage 3  waiting    holds none",
+    "stacks": {5: "Thread 1:\n  receive\n\nCurrent thread 2:\n  forward\n", 6: "Thread 1:\n  receive\n"},
     "secondary": (stageflow.StageError("the other", rank=6),),
 }
 EMPTY = {**dict.fromkeys(FACTS), "stderr_tail": (), "secondary": ()}
@@ -130,11 +131,15 @@ def test_str_is_the_sentence_then_traceback_then_stderr_then_stacks() -> None:
         "  one\n"
         "  two\n"
         "\n"
-        "Stacks of rank 5:\n"
-        "Thread 1:\n"
+        "Who holds which micro-batch:\n"
+        "  stage 2  computing  holds 17\n"
+        "  stage 3  waiting    holds none\n"
+        "\n"
+        "Stack of rank 5:\n"
+        "Current thread 2:\n"
         "  forward\n"
         "\n"
-        "Stacks of rank 6:\n"
+        "Stack of rank 6:\n"
         "Thread 1:\n"
         "  receive"
     )
@@ -145,13 +150,14 @@ def test_str_is_the_sentence_then_traceback_then_stderr_then_stacks() -> None:
     [
         ("remote_traceback", "In the stage process:\n"),
         ("stderr_tail", "Last lines on its stderr:\n  one\n  two"),
-        ("stacks", "Stacks of rank 5:\n"),
+        ("holders", "Who holds which micro-batch:\n  stage 2  computing  holds 17\n  stage 3"),
+        ("stacks", "Stack of rank 5:\n"),
     ],
 )
 def test_str_says_only_what_there_is(fact: str, says: str) -> None:
     text = str(stageflow.StageError("the sentence", **{fact: FACTS[fact]}))
     assert text.startswith("the sentence\n\n" + says)
-    assert sum(heading in text for heading in ("In the stage", "Last lines", "Stacks of rank 5")) == 1
+    assert sum(heading in text for heading in ("In the stage", "Last lines", "Who holds", "Stack of rank 5")) == 1
 
 
 def test_what_python_prints_has_the_sentence_the_remote_text_and_the_notes() -> None:

@@ -187,7 +187,7 @@ async def test_fifty_launches_leave_nothing_behind(open_fds, tmp_path: Path, mon
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         async with Pipeline.launch(tiny(), pp=2) as pipe:
             await pipe(X)
-            assert len(temporary_directories(tmp_path)) == 1
+            assert temporary_directories(tmp_path) == []  # so a program that is killed leaves none, either
         for _ in range(9):
             await launch_once()
         before, kilobytes = look(), status("VmRSS")
@@ -274,8 +274,7 @@ async def test_an_idle_pipeline_uses_no_cpu() -> None:  # D4
             seconds = time.monotonic() - since
             used = [100 * (after - before[pid]) / seconds for pid, after in cpu_seconds(pids).items()]
         print("per cent of a core, controller first:", *(f"{each:.2f}" for each in used))
-        assert max(used) < 1
-        assert sum(used) < 3
+        assert sum(used) < 1
 
 
 async def test_waiting_for_a_slow_stage_uses_no_cpu() -> None:  # D4

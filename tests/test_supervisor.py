@@ -17,6 +17,7 @@ from stageflow._frames import Bye, Fatal, Hello, Phase, Ready, Report
 from stageflow._lifecycle import STARTING_UP, TABLE, Event, ProtocolError, State, advance
 from stageflow.controller._launch import make_plan
 from stageflow.controller._ranks import start_ranks
+from stageflow.controller._stalls import late_start
 from stageflow.controller._supervisor import Supervisor
 from stageflow.observe import ProgressBoard
 
@@ -83,7 +84,7 @@ class Scene:
         )
         self.board = ProgressBoard(directory / "progress", 3, create=True)
         self.started = start_ranks(self.plan, directory)
-        self.supervisor = Supervisor(self.plan, self.started.ranks, self.started.output, self.board, directory)
+        self.supervisor = Supervisor(self.plan, self.started.ranks, self.started.output, self.board)
 
     def serve(self) -> None:
         """All ranks become ready, and the body begins."""
@@ -229,10 +230,11 @@ async def test_who_is_told_after_the_break_is_told_at_once(scene: Scene) -> None
     assert (str(copy), copy._facts()) == (str(error), error._facts())
 
 
-def test_a_start_that_takes_too_long_names_the_rank_that_is_furthest_behind(scene: Scene) -> None:
+async def test_a_start_that_takes_too_long_names_the_rank_that_is_furthest_behind(scene: Scene) -> None:
     for rank, frames in enumerate([[Hello(1), Phase(Event.IMPORT)], [Hello(1)], [Hello(1), Phase(Event.IMPORT)]]):
         for frame in frames:
             scene.supervisor.said(rank, frame)
-    error = scene.supervisor.launch_timed_out()
+    error = await late_start(scene.started.ranks, scene.board, scene.started.output, 60.0)
+    assert list(error.stacks or ()) == [1, 0, 2]
     assert (error.stage_index, error.phase) == (1, "rendezvous")
     scene.supervisor.kill_all()

@@ -35,7 +35,7 @@ from stageflow.controller._pipeline import Pipeline, make_pipeline
 from stageflow.controller._places import choose_backend, choose_devices, choose_threads
 from stageflow.controller._process import choose_start_method, fork_server_within
 from stageflow.controller._ranks import Plan, Rank, Started, hand_over, start_ranks, take_piece_apart
-from stageflow.controller._stalls import StallWatch
+from stageflow.controller._stalls import StallWatch, late_start
 from stageflow.controller._supervisor import Supervisor
 from stageflow.controller._traffic import Listener, Reader, Writer
 from stageflow.errors import LaunchError, StageflowError
@@ -317,7 +317,7 @@ async def _become_ready(services: _Services) -> BaseException | None:
     @protected
     async def watch_the_clock() -> None:
         await supervisor.patience(plan.start_timeout, trio.Event())
-        give_up(supervisor.launch_timed_out())
+        give_up(await late_start(supervisor.ranks, services.board, services.started.output, plan.start_timeout))
 
     trying = trio.CancelScope()
     supervisor.on_break(lambda _failure: trying.cancel())

@@ -32,6 +32,9 @@ from stageflow.errors import LaunchError
 from stageflow.partition import StagePiece
 from stageflow.transport import close_in_forked_children, open_memory, take_apart, write_tensors
 
+_JOIN_LATER_S = 5.0
+"""A rank at the rendezvous gives up that much later than the start does, so that it isn't taken for the culprit."""
+
 
 @attrs.frozen(kw_only=True)
 class Plan:
@@ -95,6 +98,14 @@ class Rank:
                     signals.pidfd_send_signal(self.handle, signal)
                 else:
                     os.kill(self.process.pid, signal)
+
+    @property
+    def stopped(self) -> str:
+        """That a signal has stopped the process, for people; empty if none has. Linux."""
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+                return "(the process is stopped, by a signal or a debugger)"
+        return ""
 
     def reap(self) -> int:
         """The exit code of a process whose sentinel is readable."""
@@ -165,7 +176,7 @@ def start_ranks(plan: Plan, directory: Path) -> Started:
                 rank=info.rank,
                 ranks=count,
                 directory=directory,
-                join_timeout=plan.start_timeout,
+                join_timeout=plan.start_timeout + _JOIN_LATER_S,
                 header_in=headers[info.stage_index][0],
                 header_out=headers[info.stage_index + 1][1],
                 down=down_r,

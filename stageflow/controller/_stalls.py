@@ -18,14 +18,19 @@ from collections.abc import Sequence
 
 import trio
 
+from stageflow._lifecycle import State
 from stageflow.controller._interrupts import protected
 from stageflow.controller._ledger import Ledger
+from stageflow.controller._output import Output
+from stageflow.controller._ranks import Rank
 from stageflow.controller._supervisor import Supervisor
-from stageflow.errors import StageStalled
+from stageflow.errors import LaunchError, StageStalled
 from stageflow.observe import Activity, ProgressBoard, RankProgress, draw_holders
 
 STACKS_S = 1.0
 """For all ranks to write their stacks."""
+
+NO_ANSWER = "(no answer)"
 
 _LOOK_S = 0.02
 """Between two looks at whether they have."""
@@ -84,25 +89,54 @@ class StallWatch:
             ),
         )
         self._supervisor.stall_found(error)
-        stacks = await self._stacks()
+        stacks = await collect_stacks(self._ranks, min(STACKS_S, self._timeout))
         error.stacks = {at: stacks.pop(at), **stacks}
         self._supervisor.stall_reported()
 
-    async def _stacks(self) -> dict[int, str]:
-        for rank in self._ranks:
-            rank.kill(signal.SIGUSR1)
-        sizes: list[int] = []
-        with trio.move_on_after(min(STACKS_S, self._timeout)):
-            while not all(sizes) or not sizes or sizes != self._sizes():  # all there, and none still growing
-                sizes = self._sizes()
-                await trio.sleep(_LOOK_S)
-        return {
-            rank.info.rank: os.pread(rank.stacks, size, 0).decode(errors="replace")
-            for rank, size in zip(self._ranks, self._sizes(), strict=True)
-        }
 
-    def _sizes(self) -> list[int]:
-        return [os.fstat(rank.stacks).st_size for rank in self._ranks]
+async def collect_stacks(ranks: Sequence[Rank], seconds: float) -> dict[int, str]:
+    """The stacks of all threads of all ranks, as text by rank; or why one doesn't answer."""
+    for rank in ranks:
+        rank.kill(signal.SIGUSR1)
+    with trio.move_on_after(seconds):
+        before: object = None
+        while not all((answers := _answers(ranks)).values()) or answers != before:  # all there, and none still growing
+            before = answers
+            await trio.sleep(_LOOK_S)
+    return {rank: text or NO_ANSWER for rank, text in _answers(ranks).items()}
+
+
+def _answers(ranks: Sequence[Rank]) -> dict[int, str]:
+    return {rank.info.rank: _written(rank) or rank.stopped for rank in ranks}
+
+
+def _written(rank: Rank) -> str:
+    return os.pread(rank.stacks, os.fstat(rank.stacks).st_size, 0).decode(errors="replace")
+
+
+async def late_start(ranks: Sequence[Rank], board: ProgressBoard, output: Output, start_timeout: float) -> LaunchError:
+    """The error for a start that took too long: it names the rank that the others wait for."""
+    stacks = await collect_stacks(ranks, min(STACKS_S, start_timeout))
+    order = list(State)
+
+    def lateness(rank: Rank) -> tuple[int, bool, bool]:
+        # In the earliest phase; there, not one that waits for its neighbour; among those, one that says nothing any more.
+        at = rank.info.rank
+        answers = stacks[at] not in (NO_ANSWER, rank.stopped)
+        return order.index(rank.state), answers and board.read(at).activity is Activity.WAITING, answers
+
+    late = min(ranks, key=lateness)
+    at = late.info.rank
+    return LaunchError(
+        f"{late.label} is still in phase {late.state.value!r} after start_timeout={start_timeout:g} s. "
+        "Give it longer by start_timeout, if it needs to load much",
+        stage_index=late.info.stage_index,
+        tp_index=late.info.tp_index,
+        rank=at,
+        phase=late.state.value,
+        stderr_tail=output.stderr_tail(at),
+        stacks={at: stacks.pop(at), **stacks},
+    )
 
 
 def stalled_rank(seen: Sequence[RankProgress], tp: int) -> int:

@@ -132,13 +132,12 @@ class Supervisor:
             self._watches.append(scope)
             await trio.lowlevel.wait_readable(rank.sentinel)
             code = rank.reap()
-            if code >= 0:  # it ended by itself: it may have said why, or goodbye, and that is still being read
-                with trio.move_on_after(SETTLE_S):
-                    await rank.heard.wait()
+            rank.died_at = trio.current_time()
+            with trio.move_on_after(SETTLE_S):  # it may have said why, or goodbye, and that is still being read
+                await rank.heard.wait()
             self._ended(rank, code)
 
     def _ended(self, rank: Rank, code: int) -> None:
-        rank.died_at = trio.current_time()
         rank.died_in = rank.died_in or rank.state
         clean = rank.state is State.LEAVING and code == 0
         if clean:
@@ -259,16 +258,6 @@ class Supervisor:
         kind = self._kind(place, PipelineBroken)
         return kind(f"the connection between the controller and {place.label} broke: {error}", **self._facts(place))
 
-    def launch_timed_out(self) -> LaunchError:
-        """The error for a start that took too long: it names the rank that is furthest behind."""
-        late = min((rank for rank in self.ranks), key=lambda rank: list(State).index(rank.state))
-        return LaunchError(
-            f"{late.label} is still in phase {late.state.value!r} after start_timeout={self._plan.start_timeout:g} s. "
-            "Give it longer by start_timeout, if it needs to load much",
-            **self._facts(late),
-            stderr_tail=self._output.stderr_tail(late.info.rank),
-        )
-
     # ---- stalls ---------------------------------------------------------------------------------------------------------
 
     def stall_found(self, error: StageStalled) -> None:
@@ -348,6 +337,7 @@ class Supervisor:
             return
         for rank in alive:
             rank.kill(signal)
+            rank.kill(signals.SIGCONT)  # a process that is stopped takes no other signal but SIGKILL
         with trio.move_on_after(seconds):
             for rank in alive:
                 await rank.gone.wait()

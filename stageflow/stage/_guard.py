@@ -55,6 +55,7 @@ def arm(*, title: str, death: Connection, stdout: Connection, stderr: Connection
 
 
 def _name_process(title: str) -> None:
+    os.environ["SPT_NOENV"] = "1"  # or setproctitle would write the title over what /proc/<pid>/environ shows
     with contextlib.suppress(ImportError):
         from setproctitle import setproctitle
 

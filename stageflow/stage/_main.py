@@ -99,7 +99,7 @@ def main(door: Door) -> None:
             up.send(frame or Phase(event))
 
         try:
-            receiver, sender = _join_edges(door, build)
+            receiver, sender = _join_edges(door, build, progress)
             stage = _build(door, build, enter)
             runner = Runner(
                 stage,
@@ -165,12 +165,13 @@ def _move_in(build: Build) -> None:
     set_levels(build.log_levels)
 
 
-def _join_edges(door: Door, build: Build) -> tuple[EdgeReceiver, EdgeSender]:
+def _join_edges(door: Door, build: Build, progress: ProgressWriter) -> tuple[EdgeReceiver, EdgeSender]:
     info = build.info
     device = torch.device(info.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     place = Rendezvous(door.directory, door.join_timeout)
+    progress.enter(Activity.WAITING)  # for neighbours: should the start take too long, they are to blame and not this one
     # Every rank joins the edge it receives from first: the first has nothing to join there, and each one frees the next.
     if door.payload_in is not None:
         incoming = StreamGroup(door.payload_in)
@@ -180,6 +181,7 @@ def _join_edges(door: Door, build: Build) -> tuple[EdgeReceiver, EdgeSender]:
         outgoing = StreamGroup(door.payload_out)
     else:
         outgoing = place.join(info.stage_index, info.tp_index, 0, build.backend, device)
+    progress.enter(Activity.STARTING)
     return EdgeReceiver(door.header_in, incoming, pin=device.type == "cuda"), EdgeSender(door.header_out, outgoing)
 
 
