@@ -53,6 +53,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def soak(session: nox.Session) -> None:
+    """Let 1,000 random faults strike pipelines of one to four stages, and print what came of them; arguments go to it."""
+    environment(session, "dev,hf")
+    session.run(PYTHON, "tests/soak.py", *session.posargs, env=RUN)
+
+
+@nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """Continue a few prompts with a real language model in two stages; arguments go to `stageflow demo`."""
     environment(session, "hf")

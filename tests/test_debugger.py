@@ -15,7 +15,11 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TAKE_THE_TERMINAL = "import fcntl, runpy, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); runpy.run_path(sys.argv[1], run_name='__main__')"
+TAKE_THE_TERMINAL = """
+import fcntl, runpy, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 
 
 class Terminal:
