@@ -7,6 +7,7 @@ import gc
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -458,11 +459,14 @@ def test_a_flood_on_stderr_neither_blocks_nor_fills_memory(run_script, newline: 
     assert result == "2.0"
     print(f"the controller grew by {grown} kB")
     assert int(grown) < 20 * 1024
+    assert all(line.startswith("[stage 1] ") for line in done.stderr.splitlines())
+    notes = re.findall(r"^\[stage 1\] \.\.\. (\d+) lines dropped here: .*\n", done.stderr, re.MULTILINE)
+    dropped = sum(map(int, notes))
+    print(f"{dropped} lines dropped")
     if newline:
-        assert done.stderr == ("[stage 1] " + "x" * 99 + "\n") * 200_000
-    else:
-        assert done.stderr.count("x") == 20_000_000
-        assert all(line.startswith("[stage 1] x") for line in done.stderr.splitlines())
+        assert done.stderr.count("x" * 99 + "\n") + dropped == 200_000
+    else:  # pieces of a line are not lines, but none is missing without a word
+        assert done.stderr.count("x") == 20_000_000 or dropped
 
 
 async def test_a_stage_is_named_in_ps() -> None:  # D5

@@ -54,7 +54,7 @@ async def test_an_orphan_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     orphans: list[subprocess.Popen[bytes]] = []
 
     async def leave_one_behind(_case: soak.Case) -> soak.Outcome:
-        orphans.append(subprocess.Popen(["sleep", "60"]))
+        orphans.append(subprocess.Popen(["sleep", "60"]))  # noqa: ASYNC220 - it starts at once
         _process._started[orphans[0].pid] = ("stageflow stage 0/1", _process._born(orphans[0].pid))
         return soak.Outcome("all right", right=True, seconds=0.0)
 

@@ -13,13 +13,13 @@ import trio
 from torch import nn
 
 from stageflow import LaunchError, PipelineBroken, StageDied, StageflowError
-from stageflow._frames import Bye, Fatal, Hello, Phase, Ready, Report
+from stageflow._frames import Bye, Fatal, Hello, Phase, Ready, Report, StageInfo
 from stageflow._lifecycle import STARTING_UP, TABLE, Event, ProtocolError, State, advance
 from stageflow.controller._launch import make_plan
 from stageflow.controller._ranks import start_ranks
-from stageflow.controller._stalls import late_start
+from stageflow.controller._stalls import late_start, stalled_rank
 from stageflow.controller._supervisor import Supervisor
-from stageflow.observe import ProgressBoard
+from stageflow.observe import Activity, ProgressBoard, RankProgress, draw_holders
 
 # ---- the table ----------------------------------------------------------------------------------------------------------
 
@@ -238,3 +238,49 @@ async def test_a_start_that_takes_too_long_names_the_rank_that_is_furthest_behin
     assert list(error.stacks or ()) == [1, 0, 2]
     assert (error.stage_index, error.phase) == (1, "rendezvous")
     scene.supervisor.kill_all()
+
+
+# ---- stalls -------------------------------------------------------------------------------------------------------------
+
+
+def at(activity: Activity, *, handled: int, seq: int | None = None, since: int = 0) -> RankProgress:
+    return RankProgress(activity, seq, since, handled, 0, 0, 1, 1, dict.fromkeys(Activity, 0))
+
+
+W, C = Activity.WAITING, Activity.COMPUTING
+STALLS = {
+    "the one at work": ([at(W, handled=9), at(C, handled=3, seq=3), at(W, handled=3)], 1, 9, 1),
+    "at work for longest": ([at(W, handled=9), at(C, handled=3, since=20), at(C, handled=2, since=10)], 1, 9, 2),
+    "all wait: the first that holds some": ([at(W, handled=9), at(W, handled=9), at(W, handled=3)], 1, 9, 2),
+    "all wait: nothing has come in": ([at(W, handled=2), at(W, handled=2), at(W, handled=2)], 1, 9, 0),
+    "all wait, and have all done": ([at(W, handled=9), at(W, handled=9), at(W, handled=9)], 1, 9, 0),
+    "two ranks in a stage": ([at(W, handled=9), at(W, handled=9), at(W, handled=9), at(W, handled=3)], 2, 9, 3),
+    "of two ranks the one at work": ([at(W, handled=9), at(W, handled=9), at(W, handled=3), at(C, handled=3)], 2, 9, 3),
+}
+
+
+@pytest.mark.parametrize(("seen", "tp", "submitted", "rank"), STALLS.values(), ids=STALLS)
+def test_the_rank_that_the_others_wait_for(seen: list[RankProgress], tp: int, submitted: int, rank: int) -> None:
+    assert stalled_rank(seen, tp, submitted) == rank
+
+
+def test_who_holds_which_micro_batch_is_drawn() -> None:
+    infos = [StageInfo(stage_index=stage, num_stages=3) for stage in range(3)]
+    now = time.monotonic_ns()
+    seen = [at(W, handled=8, since=now), at(C, handled=3, seq=3, since=now - 2 * 10**9), at(W, handled=3, since=now)]
+    drawn = draw_holders(list(zip(infos, seen, strict=True)), submitted=9, arrived=2)
+    assert drawn.splitlines() == [
+        "stage 0     waiting for 0.0 s                  holds 8",
+        "stage 1     computing micro-batch 3 for 2.0 s  holds 3 … 7",
+        "stage 2     waiting for 0.0 s                  holds none",
+        "controller  has got 0 … 1                      holds 2",
+    ]
+
+
+def test_ranks_of_a_stage_are_told_apart_in_the_drawing() -> None:
+    places = [(stage, tp) for stage in range(2) for tp in range(2)]
+    infos = [StageInfo(stage_index=stage, num_stages=2, tp_index=tp, tp=2) for stage, tp in places]
+    seen = [at(W, handled=count, since=time.monotonic_ns()) for count in (5, 5, 5, 2)]
+    drawn = draw_holders(list(zip(infos, seen, strict=True)), submitted=5, arrived=5)
+    assert [line.split()[1] for line in drawn.splitlines()[:4]] == ["0.0", "0.1", "1.0", "1.1"]
+    assert [line.partition("holds ")[2] for line in drawn.splitlines()] == ["none", "none", "none", "2 … 4", "none"]

@@ -158,6 +158,8 @@ class _Backlog:
             account, data = self._items.popleft()
             if isinstance(data, bytes):
                 account.waiting -= len(data)
+                if not account.waiting:  # nothing may follow for long
+                    self._note_lost(account)
             return account.source, data
 
     def close(self, accounts: Sequence[_Account]) -> None:

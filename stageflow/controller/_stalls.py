@@ -68,7 +68,7 @@ class StallWatch:
                 return
 
     async def _declare(self, seen: Sequence[RankProgress]) -> None:
-        at = stalled_rank(seen, self._ranks[0].info.tp)
+        at = stalled_rank(seen, self._ranks[0].info.tp, self._ledger.submitted)
         rank, progress = self._ranks[at], seen[at]
         since = (time.monotonic_ns() - progress.since_ns) / 1e9
         seq = f" micro-batch {progress.seq}" if progress.seq is not None else ""
@@ -139,10 +139,10 @@ async def late_start(ranks: Sequence[Rank], board: ProgressBoard, output: Output
     )
 
 
-def stalled_rank(seen: Sequence[RankProgress], tp: int) -> int:
+def stalled_rank(seen: Sequence[RankProgress], tp: int, submitted: int) -> int:
     """The rank that the others wait for: at work for longest; else the first that is behind the stage before it."""
     at_work = [rank for rank, progress in enumerate(seen) if progress.activity is not Activity.WAITING]
     if at_work:
         return min(at_work, key=lambda rank: seen[rank].since_ns)
-    handled = [math.inf] * tp + [progress.handled for progress in seen]  # by rank, a stage late
-    return next((rank for rank, progress in enumerate(seen) if progress.handled < handled[rank]), 0)
+    before = [submitted] * tp + [progress.handled for progress in seen]  # by rank: what the stage before it has passed on
+    return next((rank for rank, progress in enumerate(seen) if progress.handled < before[rank]), 0)
