@@ -15,6 +15,7 @@ what is out of order.
 from __future__ import annotations
 
 import pickle
+import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
     "DESCRIPTION_LIMIT",
     "FRAME_LIMIT",
     "INLINE_LIMIT",
+    "STACKS_SIGNAL",
     "Announcement",
     "Build",
     "Bye",
@@ -100,6 +102,9 @@ class StageInfo:
         """Whether this is the stage whose output is the result."""
         return self.stage_index == self.num_stages - 1
 
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""Makes a rank write the stacks of all its threads to its file in the pipeline's directory. (SIGUSR1: to its stderr.)"""
 
 Announcement = tuple[bytes | int, bytes | None]
 """What a frame says of a payload before it is sent, so that nobody posts a receive for something not announced.

@@ -34,7 +34,7 @@ from stageflow.controller._logs import levels
 from stageflow.controller._pipeline import Pipeline, make_pipeline
 from stageflow.controller._places import choose_backend, choose_devices, choose_threads
 from stageflow.controller._process import choose_start_method, fork_server_within
-from stageflow.controller._ranks import Plan, Rank, Started, hand_over, start_ranks, take_piece_apart
+from stageflow.controller._ranks import Plan, Rank, Started, hand_over, late_hand_over, start_ranks, take_piece_apart
 from stageflow.controller._stalls import StallWatch, late_start
 from stageflow.controller._supervisor import Supervisor
 from stageflow.controller._traffic import Listener, Reader, Writer
@@ -218,7 +218,7 @@ async def _start(plan: Plan, directory: Path) -> Started:
     try:
         with fork_server_within(plan.start_timeout):
             return await trio.to_thread.run_sync(start_ranks, plan, directory, limiter=trio.CapacityLimiter(1))
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, AssertionError) as error:  # the last is multiprocessing's, in a daemonic process
         why = repr(error)
         if trio.current_time() - began >= plan.start_timeout:
             why = f"the fork server had not started it after start_timeout={plan.start_timeout:g} s"
@@ -299,6 +299,7 @@ async def _become_ready(services: _Services) -> BaseException | None:
             skeleton, tensors = await trio.to_thread.run_sync(
                 take_piece_apart, rank, plan, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
             )
+            not_pickled.discard(rank)
             await trio.to_thread.run_sync(hand_over, rank, plan, skeleton, tensors, limiter=trio.CapacityLimiter(1))
         except OSError:
             pass  # the rank is gone; its supervisor says why
@@ -317,8 +318,12 @@ async def _become_ready(services: _Services) -> BaseException | None:
     @protected
     async def watch_the_clock() -> None:
         await supervisor.patience(plan.start_timeout, trio.Event())
+        if not_pickled:
+            give_up(late_hand_over(min(not_pickled, key=lambda rank: rank.info.rank), plan))
+            return
         give_up(await late_start(supervisor.ranks, services.board, services.started.output, plan.start_timeout))
 
+    not_pickled = set(supervisor.ranks)
     trying = trio.CancelScope()
     supervisor.on_break(lambda _failure: trying.cancel())
     services.ledger.send_warmup()

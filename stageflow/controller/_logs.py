@@ -49,6 +49,14 @@ def handle_record(info: StageInfo, data: bytes) -> None:
         logger.debug("a log record of stage %d could not be handled", info.stage_index, exc_info=True)
 
 
+def count_records(data: bytes) -> int:
+    """How many records are missing if this one is not handled: it may say of others that they are."""
+    try:
+        return 1 + int(json.loads(data).get("lost", 0))
+    except Exception:  # whatever else somebody wrote to that socket
+        return 1
+
+
 def handle_lost(info: StageInfo, count: int) -> None:
     """Say that records of a stage are missing here."""
     logger.warning(

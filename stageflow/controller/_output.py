@@ -25,7 +25,7 @@ from typing import Protocol
 import attrs
 
 from stageflow._frames import StageInfo
-from stageflow.controller._logs import handle_lost, handle_record
+from stageflow.controller._logs import count_records, handle_lost, handle_record
 
 _CHUNK = 64 * 1024
 
@@ -109,7 +109,7 @@ class _Log:
         self._info = info
 
     def count(self, data: bytes) -> int:
-        return 1
+        return count_records(data)
 
     def show(self, data: bytes) -> None:
         handle_record(self._info, data)

@@ -235,6 +235,18 @@ def take_piece_apart(rank: Rank, plan: Plan) -> tuple[bytes, list[Tensor]]:
         ) from error
 
 
+def late_hand_over(rank: Rank, plan: Plan) -> LaunchError:
+    """The error for a piece of the model whose pickling takes too long."""
+    return LaunchError(
+        f"what {rank.label} is to run was not pickled after start_timeout={plan.start_timeout:g} s. Build it in the stage "
+        "instead, by a function build(stage) given as model, or give it longer by start_timeout",
+        stage_index=rank.info.stage_index,
+        tp_index=rank.info.tp_index,
+        rank=rank.info.rank,
+        phase="hand-over",
+    )
+
+
 def hand_over(rank: Rank, plan: Plan, skeleton: bytes, tensors: Sequence[Tensor]) -> None:
     """Give a rank its piece of the model. Blocks while the rank is slow to read; for a worker thread.
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import time
 from collections.abc import Sequence
 
 import trio
 
+from stageflow._frames import STACKS_SIGNAL
 from stageflow._lifecycle import State
 from stageflow.controller._interrupts import protected
 from stageflow.controller._ledger import Ledger
@@ -97,7 +97,8 @@ class StallWatch:
 async def collect_stacks(ranks: Sequence[Rank], seconds: float) -> dict[int, str]:
     """The stacks of all threads of all ranks, as text by rank; or why one doesn't answer."""
     for rank in ranks:
-        rank.kill(signal.SIGUSR1)
+        if rank.state is not State.STARTING:  # its guard is not armed: the signal would end it
+            rank.kill(STACKS_SIGNAL)
     with trio.move_on_after(seconds):
         before: object = None
         while not all((answers := _answers(ranks)).values()) or answers != before:  # all there, and none still growing
@@ -111,6 +112,8 @@ def _answers(ranks: Sequence[Rank]) -> dict[int, str]:
 
 
 def _written(rank: Rank) -> str:
+    if rank.state is State.STARTING:
+        return NO_ANSWER
     return os.pread(rank.stacks, os.fstat(rank.stacks).st_size, 0).decode(errors="replace")
 
 

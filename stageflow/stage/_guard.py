@@ -23,6 +23,8 @@ import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from stageflow._frames import STACKS_SIGNAL
+
 _F_SETSIG = 10
 """Linux: which signal async I/O sends. Not in Python's fcntl module."""
 
@@ -35,7 +37,8 @@ def arm(*, title: str, death: Connection, stdout: Connection, stderr: Connection
         death: read end of the pipe that the controller never writes to.
         stdout: write end, becomes file descriptor 1.
         stderr: write end, becomes file descriptor 2.
-        stacks: file that SIGUSR1 writes the stacks of all threads to, even while the GIL is held.
+        stacks: file that ``STACKS_SIGNAL`` writes the stacks of all threads to, even while the GIL is held; SIGUSR1 writes
+            them to stderr, for people.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a spawned child starts with it blocked
@@ -46,7 +49,8 @@ def arm(*, title: str, death: Connection, stdout: Connection, stderr: Connection
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 - the process's
     faulthandler.enable(file=2, all_threads=False)  # after a crash, the one that crashed is what matters
     stacks_fd = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     if sys.platform == "linux":
         _name_process(title)
         _arm_in_kernel(death.fileno())

@@ -84,7 +84,11 @@ def main(door: Door) -> None:
         stacks=door.directory / f"stacks.{door.rank}",
     )
     forward_logs(door.log)
-    close_in_forked_children(door.header_in, door.header_out, door.down, door.up, door.memory)
+    pipes = (door.header_in, door.header_out, door.down, door.up, door.memory)
+    close_in_forked_children(*pipes)
+    for pipe in pipes:
+        # Should this process become another program, its controller hears that it is gone. The death pipe stays armed.
+        os.set_inheritable(pipe.fileno(), False)
     up = _Up(door.up)
     try:
         progress = ProgressBoard(door.directory / "progress", door.ranks).writer(door.rank)
