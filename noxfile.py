@@ -60,6 +60,13 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def matrix(session: nox.Session) -> None:
+    """Measure every fault at every time in every stage, and write the tables into the docs."""
+    environment(session, "dev,hf")
+    session.run(PYTHON, "tests/write_matrix.py", *session.posargs, env=RUN)
+
+
+@nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """Continue a few prompts with a real language model in two stages; arguments go to `stageflow demo`."""
     environment(session, "hf")

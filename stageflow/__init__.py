@@ -10,6 +10,7 @@ The house, ground to roof; a module imports only from floors below it, and `test
     observe/         what can be seen of a running pipeline    (written by stage, read by controller)
     stage/           the child side                            (no Trio)
     controller/      the parent side                           (Trio, tricycle)
+    testing/         for users' tests: faults, a pipeline in memory
     cli/             `stageflow …`
 """
 

@@ -135,6 +135,21 @@ END_TIMES = ("drain", "teardown")
 TIMES = (*START_TIMES, *MICRO_BATCHES, *END_TIMES)
 
 
+LABELS = {
+    sys_exit_0: "`sys.exit(0)`",
+    os_exit_3: "`os._exit(3)`",
+    sigsegv: "SIGSEGV",
+    sigkill: "SIGKILL",
+    sigstop: "SIGSTOP",
+    c_loop_that_holds_the_gil: "C loop that holds the GIL",
+}
+
+
+def label(fault: Fault) -> str:
+    """For people."""
+    return LABELS.get(fault, fault.__name__.replace("_", " "))
+
+
 @attrs.frozen
 class Cell:
     """A fault, when, and in which stage."""

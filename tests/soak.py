@@ -30,6 +30,7 @@ import attrs
 import torch
 import trio
 import trio.lowlevel
+from tables import markdown, write
 from torch import nn
 
 from stageflow import LaunchError, Pipeline, PipelineBroken, StageDied, StageError, StageStalled
@@ -342,26 +343,38 @@ async def soak(
     return tallies
 
 
-def table(tallies: dict[str, Tally]) -> str:
-    """For people."""
-    rows = [("fault", "count", "outcome", "slowest s", "wrong", "hangs", "orphans")]
+def rows(tallies: dict[str, Tally]) -> list[list[str]]:
+    """The table, with its head."""
+    found = [["fault", "count", "outcome", "slowest s", "wrong", "hangs", "orphans"]]
     for kind, tally in tallies.items():
         names = ", ".join(f"{name} {count}" for name, count in tally.names.most_common())
-        slowest = f"{tally.slowest:.2f}"
-        rows.append((kind, str(tally.count), names, slowest, str(tally.wrong), str(tally.hangs), str(tally.orphans)))
-    sums = [sum(getattr(tally, name) for tally in tallies.values()) for name in ("count", "wrong", "hangs", "orphans")]
-    rows.append(("all", str(sums[0]), "", f"{max(tally.slowest for tally in tallies.values()):.2f}", *map(str, sums[1:])))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        counts = (tally.wrong, tally.hangs, tally.orphans)
+        found.append([kind, str(tally.count), names, f"{tally.slowest:.2f}", *map(str, counts)])
+    all_of = tallies.values()
+    count, *sums = (sum(getattr(tally, name) for tally in all_of) for name in ("count", "wrong", "hangs", "orphans"))
+    return [*found, ["all", str(count), "", f"{max(tally.slowest for tally in all_of):.2f}", *map(str, sums)]]
+
+
+def table(tallies: dict[str, Tally]) -> str:
+    """For people."""
+    found = rows(tallies)
+    widths = [max(len(row[column]) for row in found) for column in range(len(found[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in found]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def options() -> argparse.ArgumentParser:
+    """Of the command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--faults", type=int, default=1000, help="how many (default: 1000)")
+    parser.add_argument("--seed", type=int, default=None, help="of what is drawn (default: another each time)")
+    parser.add_argument("--write", action="store_true", help="write the table into the docs, if nothing was wrong")
+    return parser
 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--faults", type=int, default=1000, help="how many (default: 1000)")
-    parser.add_argument("--seed", type=int, default=None, help="of what is drawn (default: another each time)")
-    arguments = parser.parse_args()
+    arguments = options().parse_args()
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(10**6)
     torch.set_num_threads(1)
     started = time.monotonic()
@@ -382,7 +395,10 @@ def main() -> None:
         tallies = trio.run(soak, arguments.faults, seed, Path(directory), show)
     print(table(tallies))
     print(f"{len(os.listdir('/proc/self/fd'))} descriptors, {time.monotonic() - started:.0f} s")
-    sys.exit(any(tally.wrong for tally in tallies.values()))
+    if any(tally.wrong for tally in tallies.values()):
+        sys.exit(1)
+    if arguments.write:
+        write("soak", markdown(rows(tallies)))
 
 
 if __name__ == "__main__":

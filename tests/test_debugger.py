@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -83,7 +84,7 @@ def terminal(tmp_path: Path) -> Iterator[Callable[[str], Terminal]]:
 
     def run(source: str) -> Terminal:
         script = tmp_path / "script.py"
-        script.write_text(HEAD + textwrap.dedent(source))
+        script.write_text(source if "import torch" in source else HEAD + textwrap.dedent(source))
         opened.append(Terminal(script))
         return opened[-1]
 
@@ -124,6 +125,27 @@ def test_pdb_stops_in_a_stage_and_the_program_goes_on(terminal: Callable[[str], 
     here.type("c")
     here.wait_for("result 7")
     assert here.end() == 0
+
+
+def test_the_docs_show_what_the_screen_shows(terminal: Callable[[str], Terminal]) -> None:
+    page = (REPOSITORY / "docs" / "seeing-inside.md").read_text()
+    [(program, transcript)] = re.findall(
+        r"^```{code-block} python\n(.*?)^```$.*?^```none\n(.*?)^```$", page, re.DOTALL | re.MULTILINE
+    )
+    here = terminal(program)
+    shown = ""
+    for line in transcript.splitlines():
+        _, found, typed = line.partition("(Pdb) ")
+        if found:
+            shown += here.wait_for(found) + found
+            here.type(typed)
+    shown += here.wait_for("result 43") + "result 43"
+    assert here.end() == 0
+
+    def plain(text: str) -> str:
+        return " ".join(re.sub(r"> .*\(\d+\)forward", "> app.py(N)forward", text).split())
+
+    assert plain(shown) == plain(transcript)
 
 
 def test_every_clock_stands_still(terminal: Callable[[str], Terminal]) -> None:

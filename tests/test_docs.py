@@ -27,7 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import matrix
 import pytest
+import soak
+import tables
 import torch
 import trio
 from torch import nn
@@ -245,6 +248,42 @@ TIMEOUTS = "| argument | default | what it bounds | why so long |"
 BOUNDS = "| wait | ends at the latest after | then |"
 
 
+def test_the_table_of_faults_has_every_cell_with_its_error() -> None:
+    head, *rows = tables.read("faults")
+    assert head == ["fault", *matrix.TIMES]
+    assert [row[0] for row in rows] == [matrix.label(fault) for fault in matrix.FAULTS]
+    for fault, row in zip(matrix.FAULTS, rows, strict=True):
+        for when, shown in zip(matrix.TIMES, row[1:], strict=True):
+            cell = matrix.Cell(fault, when, 0)
+            want = matrix.expected(cell)
+            if not cell.exists:
+                assert shown == ""
+            elif want.kind is not None:
+                assert re.fullmatch(rf"{want.kind.__name__} \d+\.\d\d", shown), (fault, when)
+            else:
+                assert re.fullmatch(r"goes on|ends( \d+\.\d\d)?", shown), (fault, when)
+
+
+def test_the_table_of_deaths_is_within_the_promise() -> None:
+    _, *rows = tables.read("deaths of the controller")
+    assert len(rows) == 5
+    assert all(float(row[1].removesuffix(" ms")) < 100 for row in rows)
+
+
+def test_the_table_of_the_soak_has_nothing_wrong() -> None:
+    head, *rows = tables.read("soak")
+    assert [row[0] for row in rows] == [*soak.SHARES, "all"]
+    assert dict(zip(head, rows[-1], strict=True)) == {
+        "fault": "all",
+        "count": "1000",
+        "outcome": "",
+        "slowest s": rows[-1][3],
+        "wrong": "0",
+        "hangs": "0",
+        "orphans": "0",
+    }
+
+
 def test_tree_of_errors_is_the_code_s() -> None:
     text = (REPOSITORY / "docs" / "errors.md").read_text()
     lines = (inspect.getdoc(stageflow.errors) or "").splitlines()
@@ -313,6 +352,8 @@ def check(words: list[str]) -> None:
     match words:
         case ["nox", "-s", session]:
             assert session in SESSIONS
+        case ["nox", "-s", "soak", "--", *arguments]:
+            soak.options().parse_args(arguments)
         case ["nox", "-s", "demo", "--", *arguments]:
             _parser().parse_args(["demo", *arguments])
         case ["nox", "-s", "bench", "--", *arguments]:

@@ -199,7 +199,7 @@ def test_every_session_says_what_it_does() -> None:
     body = ast.parse((REPOSITORY / "noxfile.py").read_text()).body
     functions = [node for node in body if isinstance(node, ast.FunctionDef) and node.decorator_list]
     sessions = {node.name: ast.get_docstring(node) for node in functions}
-    assert set(sessions) == {"tests", "demo", "lint", "types", "docs", "bench"}
+    assert set(sessions) == {"tests", "soak", "matrix", "demo", "lint", "types", "docs", "bench"}
     assert all(sessions.values())
 
 
