@@ -22,6 +22,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from stageflow.testing import no_stages_left
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 GRACE = 1.0
 """Seconds that what has been told to end may take to be gone after its test."""
@@ -81,8 +83,13 @@ def _stray_processes_after(seconds: float) -> dict[int, str]:
 def _nothing_left_behind() -> Iterator[None]:
     """Fail the test that leaves a process or one of our threads behind; and only that one: such a process is killed."""
     before = threading.enumerate()
-    yield
-    strays = _stray_processes_after(GRACE)
+    left: list[str] = []
+    try:
+        with no_stages_left(GRACE):
+            yield
+    except AssertionError as error:
+        left.append(str(error))
+    strays = _stray_processes_after(0 if left else GRACE)
     for pid in strays:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -90,7 +97,7 @@ def _nothing_left_behind() -> Iterator[None]:
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("stageflow") and thread not in before]
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    left = [f"process {pid}, {what}" for pid, what in strays.items()]
+    left += [f"process {pid}, {what}" for pid, what in strays.items()]
     left += [f"thread {thread.name!r}" for thread in threads if thread.is_alive()]
     if left:
         pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)

@@ -237,6 +237,8 @@ class Supervisor:
         text = f"{rank.label} (rank {rank.info.rank}, pid {rank.process.pid}) {how} in phase {facts['phase']!r}{where}"
         if name == "SIGKILL":
             text += "; SIGKILL that nobody sent by hand is most often the kernel's out-of-memory killer (look at dmesg)"
+        elif code == 255:
+            text += "; that is also all that is known of a stage whose fork server has been killed"
         elif code == 0:
             text += "; a stage that ends by itself, also by sys.exit(), is lost to the pipeline"
         facts |= {"seq": progress.seq, "exitcode": code, "signal": name}

@@ -99,7 +99,7 @@ def main(door: Door) -> None:
         reporter = Reporter(build.info)
 
         def enter(event: Event, frame: UpFrame | None = None) -> None:
-            reporter.phase = advance(State(reporter.phase), event)
+            reporter.phase = advance(State(reporter.phase), event).value
             up.send(frame or Phase(event))
 
         try:

@@ -37,11 +37,14 @@ def launch_in_memory(
     *,
     split: Literal["auto"] | Sequence[int] = "auto",
     window: int | None = None,
+    devices: Any = None,
+    backend: Any = None,
+    threads: Any = None,
     seed: int | None = None,
+    start_method: Any = None,
     start_timeout: float = 120.0,
     stall_timeout: float = 300.0,
     shutdown_timeout: float = 5.0,
-    **_places: Any,
 ) -> AbstractAsyncContextManager[Pipeline]:
     """``Pipeline.launch`` without processes: the stages run in this one, on the CPU, in the Trio loop.
 
@@ -65,6 +68,7 @@ def launch_in_memory(
     Raises:
         PartitionError, ValueError, LaunchError, StageDied, StageStalled: as ``Pipeline.launch`` does.
     """
+    del devices, backend, threads, start_method
     plan = make_plan(
         model,
         pp,
