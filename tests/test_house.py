@@ -179,6 +179,16 @@ def test_a_public_name_is_at_home_and_documented(name: str) -> None:
     assert [key for key in methods if not inspect.getdoc(getattr(thing, key))] == []
 
 
+def test_names_for_tests_are_at_home_and_documented() -> None:
+    from stageflow import testing
+
+    reference = (REPOSITORY / "docs" / "reference.md").read_text().partition("## Testing")[2]
+    for name in testing.__all__:
+        thing = getattr(testing, name)
+        assert (thing.__module__, bool(thing.__doc__)) == ("stageflow.testing", True)
+        assert re.search(rf"^\.\. auto\w+:: {name}\b", reference, re.MULTILINE), name
+
+
 def test_version_is_the_project_s() -> None:
     import stageflow
 
