@@ -28,6 +28,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 GRACE = 1.0
 """Seconds that what has been told to end may take to be gone after its test."""
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; what tests start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 os.environ["STAGEFLOW_TEST_RUN"] = str(os.getpid())
 _MARK = f"STAGEFLOW_TEST_RUN={os.getpid()}".encode()
 _HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")

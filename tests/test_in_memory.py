@@ -392,6 +392,18 @@ async def test_it_takes_the_place_of_launch(monkeypatch: pytest.MonkeyPatch) -> 
         Pipeline.launch(model(), pp=2, windw=5)
 
 
+def test_a_ctrl_c_in_a_forward_comes_out_alone() -> None:
+    async def main() -> None:
+        async with launch_in_memory(one(interrupt), 1) as pipe:
+            await pipe(1)
+
+    def interrupt(_x: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trio.run(main)
+
+
 async def test_a_broken_one_is_broken_for_all_waiters() -> None:
     got = []
 

@@ -20,11 +20,21 @@ Roof to ground:
     _places.py       devices, backend, threads
 """
 
-from stageflow.controller._launch import make_plan, raise_outcome
+from stageflow.controller._launch import make_plan, out_of_nurseries, raise_outcome
 from stageflow.controller._ledger import Ledger
 from stageflow.controller._pipeline import Pipeline, make_pipeline
 from stageflow.controller._process import stage_processes
 from stageflow.controller._ranks import Plan
 from stageflow.controller._tickets import Ticket
 
-__all__ = ["Ledger", "Pipeline", "Plan", "Ticket", "make_pipeline", "make_plan", "raise_outcome", "stage_processes"]
+__all__ = [
+    "Ledger",
+    "Pipeline",
+    "Plan",
+    "Ticket",
+    "make_pipeline",
+    "make_plan",
+    "out_of_nurseries",
+    "raise_outcome",
+    "stage_processes",
+]

@@ -192,14 +192,23 @@ async def _supervised(plan: Plan, directory: Path) -> AsyncGenerator[Pipeline]:
                     service_nursery.cancel_scope.cancel()
                     supervisor.stop_watching()
     except BaseException as raised:
-        # Out of the nurseries comes the caller's cancellation; a Ctrl-C that was pending; or an error of our own.
-        if is_interrupt(raised):
-            error = error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
-        elif error is None or not is_cancelled(raised):
-            raise
+        error = out_of_nurseries(raised, error)
     finally:
         _close_all(started, services, board)
     raise_outcome(supervisor.failure, error)
+
+
+def out_of_nurseries(raised: BaseException, error: BaseException | None) -> BaseException:
+    """What the body's error is, when this has come out of the nurseries around it.
+
+    Raises:
+        BaseException: what came out itself, if it is the caller's cancellation, or an error of our own.
+    """
+    if is_interrupt(raised):  # a Ctrl-C that was pending
+        return error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
+    if error is None or not is_cancelled(raised):
+        raise raised
+    return error
 
 
 def raise_outcome(failure: StageflowError | None, error: BaseException | None) -> None:

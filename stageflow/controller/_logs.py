@@ -22,7 +22,8 @@ logger = logging.getLogger("stageflow")
 
 def levels() -> dict[str, int]:
     """The levels that have been set in this program, by name of logger; the root's under ``""``."""
-    loggers = {name: one for name, one in logging.root.manager.loggerDict.items() if isinstance(one, logging.Logger)}
+    everyone = dict(logging.root.manager.loggerDict)  # a copy: other threads may add to it
+    loggers = {name: one for name, one in everyone.items() if isinstance(one, logging.Logger)}
     found = {"": logging.root.level, **{name: one.level for name, one in loggers.items() if one.level != logging.NOTSET}}
     return {name: max(level, logging.root.manager.disable + 1) for name, level in found.items()}
 

@@ -19,7 +19,7 @@ class StageStatistics:
     rank: int
     """The process."""
     activity: str
-    """What it does now: starting, waiting, computing, sending, calling, ending."""
+    """What it does now: starting, waiting, computing, sending, calling, ending, debugging."""
     seq: int | None
     """The micro-batch it is at, or None."""
     done: int

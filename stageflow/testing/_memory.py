@@ -23,7 +23,7 @@ import trio
 
 from stageflow._frames import Call, EndOfStream, Failed, MicroBatch, RingFrame, StageInfo, Warmup, decode
 from stageflow._lifecycle import State
-from stageflow.controller import Ledger, Pipeline, Plan, make_pipeline, make_plan, raise_outcome
+from stageflow.controller import Ledger, Pipeline, Plan, make_pipeline, make_plan, out_of_nurseries, raise_outcome
 from stageflow.errors import LaunchError, PipelineBroken, StageDied, StageflowError, StageStalled
 from stageflow.observe import ProgressBoard
 from stageflow.stage import Reporter, Runner, Stage, build_stage
@@ -99,19 +99,22 @@ async def _run(plan: Plan) -> AsyncGenerator[Pipeline]:
     try:
         ring = _Ring(plan, board)
         error: BaseException | None = None
-        async with tricycle.open_service_nursery() as nursery:
-            nursery.start_soon(ring.run)
-            nursery.start_soon(ring.ledger.watch_window)
-            try:
-                with trio.CancelScope() as ring.body:
-                    yield make_pipeline(ring.ledger, [_Place(runner.stage.info) for runner in ring.runners], board)
-            except trio.Cancelled:
-                raise
-            except BaseException as raised:
-                error = raised
-            finally:
-                ring.ledger.close(lambda: trio.ClosedResourceError("this pipeline's block has ended"))
-                nursery.cancel_scope.cancel()
+        try:
+            async with tricycle.open_service_nursery() as nursery:
+                nursery.start_soon(ring.run)
+                nursery.start_soon(ring.ledger.watch_window)
+                try:
+                    with trio.CancelScope() as ring.body:
+                        yield make_pipeline(ring.ledger, [_Place(runner.stage.info) for runner in ring.runners], board)
+                except trio.Cancelled:
+                    raise
+                except BaseException as raised:
+                    error = raised
+                finally:
+                    ring.ledger.close(lambda: trio.ClosedResourceError("this pipeline's block has ended"))
+                    nursery.cancel_scope.cancel()
+        except BaseException as raised:
+            error = out_of_nurseries(raised, error)
     finally:
         board.close()
     raise_outcome(ring.failure, error)
