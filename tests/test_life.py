@@ -460,7 +460,7 @@ def test_a_flood_on_stderr_neither_blocks_nor_fills_memory(run_script, newline: 
     print(f"the controller grew by {grown} kB")
     assert int(grown) < 20 * 1024
     assert all(line.startswith("[stage 1] ") for line in done.stderr.splitlines())
-    notes = re.findall(r"^\[stage 1\] \.\.\. (\d+) lines dropped here: .*\n", done.stderr, re.MULTILINE)
+    notes = re.findall(r"^\[stage 1\] \.\.\. (\d+) lines dropped: .*\n", done.stderr, re.MULTILINE)
     dropped = sum(map(int, notes))
     print(f"{dropped} lines dropped")
     if newline:

@@ -28,19 +28,18 @@ def levels() -> dict[str, int]:
     return {name: max(level, logging.root.manager.disable + 1) for name, level in found.items()}
 
 
-def handle_record(info: StageInfo, data: bytes) -> None:
-    """Give a stage's record to this program's handlers."""
+def handle_record(info: StageInfo, data: bytes) -> int:
+    """Give a stage's record to this program's handlers; returns how many before it the stage had to drop."""
+    lost = 0
     try:
         fields: dict[str, Any] = json.loads(data)
-        lost = fields.pop("lost", 0)
+        lost = int(fields.pop("lost", 0))
         record = logging.makeLogRecord(
             {**fields, "stage_index": info.stage_index, "tp_index": info.tp_index, "rank": info.rank}
         )
         one = logging.getLogger(record.name)
-        if lost:
-            handle_lost(info, lost)
         if not one.isEnabledFor(record.levelno):
-            return
+            return lost
         if one.hasHandlers():
             one.handle(record)
         elif record.levelno >= logging.WARNING:  # as logging does where nothing is set up, but marked
@@ -48,6 +47,7 @@ def handle_record(info: StageInfo, data: bytes) -> None:
             sys.stderr.write("".join(f"[{info.label}] {line}\n" for line in text.splitlines()))
     except Exception:  # a handler or filter of the user's; those of logging report by themselves
         logger.debug("a log record of stage %d could not be handled", info.stage_index, exc_info=True)
+    return lost
 
 
 def count_records(data: bytes) -> int:
@@ -59,9 +59,9 @@ def count_records(data: bytes) -> int:
 
 
 def handle_lost(info: StageInfo, count: int) -> None:
-    """Say that records of a stage are missing here."""
+    """Say that records of a stage are missing."""
     logger.warning(
-        "%d log records of %s were dropped here: they came faster than they could be handled",
+        "%d log records of %s were dropped: they came faster than they could be handled",
         count,
         info.label,
         extra={"stage_index": info.stage_index, "tp_index": info.tp_index, "rank": info.rank},

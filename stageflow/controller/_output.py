@@ -5,7 +5,7 @@ Rules of this file:
 * One thread for all ranks reads and never blocks on anything else: a flood never holds a stage up, whatever the Trio loop,
   the terminal or the user's logging handlers do.
 * Another one shows, and may block on the user's terminal or handlers as long as it likes. Between the two lies a bounded
-  backlog for each stream: what does not fit is dropped, counted, and the count shown in its place.
+  backlog for each stream: what does not fit is dropped and counted, and the count is shown, twice a second at most.
 * The last lines of stderr are kept beside that, dropped or not: they may say why a stage died.
 * Reads end when told, not when the pipes close: a process that a stage forked may hold them.
 """
@@ -32,6 +32,9 @@ _CHUNK = 64 * 1024
 _BACKLOG = 2**20
 """Bytes of each stream of each rank that may wait to be shown: some ten thousand lines."""
 
+_SAY_S = 0.5
+"""How long what is missing is counted before it is said: a flood is not answered by a flood."""
+
 _TAIL_LINES = 40
 _TAIL_BYTES = 16 * 1024
 """What is kept of a rank's stderr for its errors."""
@@ -52,12 +55,12 @@ class Source(Protocol):
         """How many lines or records this is."""
         ...
 
-    def show(self, data: bytes) -> None:
-        """Show them. Only the showing thread calls this, and the next two."""
+    def show(self, data: bytes) -> int:
+        """Show them; returns how many others are missing, if they say so. For the showing thread, as the next two."""
         ...
 
     def show_lost(self, count: int) -> None:
-        """Say that so many are missing here."""
+        """Say that so many are missing."""
         ...
 
     def show_rest(self) -> None:
@@ -77,16 +80,17 @@ class _Text:
     def count(self, data: bytes) -> int:
         return data.count(b"\n") or 1
 
-    def show(self, data: bytes) -> None:
+    def show(self, data: bytes) -> int:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _LINE_LIMIT:
             lines.append(self._rest)
             self._rest = b""
         self._write([line.decode("utf-8", "replace").rstrip("\r") for line in lines])
+        return 0
 
     def show_lost(self, count: int) -> None:
         self.show_rest()
-        self._write([f"... {count} lines dropped here: they came faster than they could be shown ..."])
+        self._write([f"... {count} lines dropped: they came faster than they could be shown ..."])
 
     def show_rest(self) -> None:
         if self._rest:
@@ -111,8 +115,8 @@ class _Log:
     def count(self, data: bytes) -> int:
         return count_records(data)
 
-    def show(self, data: bytes) -> None:
-        handle_record(self._info, data)
+    def show(self, data: bytes) -> int:
+        return handle_record(self._info, data)
 
     def show_lost(self, count: int) -> None:
         handle_lost(self._info, count)
@@ -123,56 +127,67 @@ class _Log:
 
 @attrs.define(eq=False)
 class _Account:
-    """What of one source waits to be shown."""
+    """What of one source waits to be shown, and what is missing."""
 
     source: Source
     waiting: int = 0
     lost: int = 0
+    """Since it was last said."""
+    lost_since: float = 0.0
 
 
 class _Backlog:
     """What has been read and not yet shown, in the order in which it came."""
 
-    def __init__(self) -> None:
-        self._items: deque[tuple[_Account, bytes | int]] = deque()
+    def __init__(self, accounts: Sequence[_Account]) -> None:
+        self._accounts = accounts
+        self._items: deque[tuple[_Account, bytes]] = deque()
         self._changed = threading.Condition()
         self._closed = False
 
     def put(self, account: _Account, data: bytes) -> None:
         with self._changed:
             if account.waiting + len(data) > _BACKLOG:
-                account.lost += account.source.count(data)
+                self._lose(account, account.source.count(data))
                 return
-            self._note_lost(account)
             account.waiting += len(data)
             self._items.append((account, data))
             self._changed.notify()
 
-    def take(self) -> tuple[Source, bytes | int] | None:
-        """The next piece, or the number of pieces that are missing at this place; None at the end."""
+    def lose(self, account: _Account, count: int) -> None:
+        """Note that so many are missing."""
         with self._changed:
-            while not self._items and not self._closed:
-                self._changed.wait()
-            if not self._items:
-                return None
-            account, data = self._items.popleft()
-            if isinstance(data, bytes):
-                account.waiting -= len(data)
-                if not account.waiting:  # nothing may follow for long
-                    self._note_lost(account)
-            return account.source, data
+            self._lose(account, count)
 
-    def close(self, accounts: Sequence[_Account]) -> None:
+    def _lose(self, account: _Account, count: int) -> None:
+        if not account.lost:
+            account.lost_since = time.monotonic()
+            self._changed.notify()  # whoever waits, waits for this as well
+        account.lost += count
+
+    def take(self) -> tuple[_Account, bytes | int] | None:
+        """The next piece, or the number of pieces that are missing; None at the end."""
         with self._changed:
-            for account in accounts:
-                self._note_lost(account)
+            while True:
+                now = time.monotonic()
+                losers = [account for account in self._accounts if account.lost]
+                for account in losers:
+                    if now >= account.lost_since + _SAY_S or (self._closed and not self._items):
+                        count, account.lost = account.lost, 0
+                        return account, count
+                if self._items:
+                    account, data = self._items.popleft()
+                    account.waiting -= len(data)
+                    return account, data
+                if self._closed:
+                    return None
+                self._changed.wait(min((account.lost_since + _SAY_S - now for account in losers), default=None))
+
+    def close(self) -> None:
+        """Nothing comes after what is there."""
+        with self._changed:
             self._closed = True
             self._changed.notify()
-
-    def _note_lost(self, account: _Account) -> None:
-        if account.lost:
-            self._items.append((account, account.lost))
-            account.lost = 0
 
 
 @attrs.frozen
@@ -202,7 +217,7 @@ class Output:
                 self._accounts[descriptor] = _Account(source)
         self._tails = {ends.stderr.fileno(): b"" for ends in pipes}
         self._stderrs = [ends.stderr.fileno() for ends in pipes]
-        self._backlog = _Backlog()
+        self._backlog = _Backlog(list(self._accounts.values()))
         self._lock = threading.Lock()
         """One reads at a time, so that what came first is queued first."""
         self._wake_read, self._wake_write = os.pipe()
@@ -239,13 +254,18 @@ class Output:
             for descriptor, _ in poll.poll():
                 if descriptor == self._wake_read:
                     ending = True
-                elif self._read(descriptor) is None:
+                elif self._read_some(descriptor, 16) is None:
                     poll.unregister(descriptor)
         for descriptor in self._accounts:
-            for _ in range(1024):  # what a pipe or socket holds, not what a left-over child may go on writing
-                if not self._read(descriptor):
-                    break
-        self._backlog.close(list(self._accounts.values()))
+            self._read_some(descriptor, 1024)  # what a pipe or socket holds, not what a left-over child may go on writing
+        self._backlog.close()
+
+    def _read_some(self, descriptor: int, times: int) -> bool | None:
+        """Read until there is nothing, at most so often; what the last read gave."""
+        there: bool | None = True
+        while there and times:
+            there, times = self._read(descriptor), times - 1
+        return there
 
     def _read(self, descriptor: int) -> bool | None:
         """Read once: whether there was anything, or None at the end of the stream."""
@@ -265,11 +285,12 @@ class Output:
 
     def _show_all(self) -> None:
         while (item := self._backlog.take()) is not None:
-            source, data = item
+            account, data = item
             if isinstance(data, bytes):
-                source.show(data)
+                if lost := account.source.show(data):
+                    self._backlog.lose(account, lost)
             else:
-                source.show_lost(data)
+                account.source.show_lost(data)
             del item, data
         for account in self._accounts.values():
             account.source.show_rest()
