@@ -26,11 +26,13 @@ from stageflow.errors import (
     StageStalled,
 )
 from stageflow.observe import StageStatistics, Statistics
+from stageflow.partition import Balance
 from stageflow.stage import Stage
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Balance",
     "LaunchError",
     "PartitionError",
     "Pipeline",

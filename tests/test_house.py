@@ -144,6 +144,7 @@ def test_a_module_is_short(module: Path) -> None:
 # ---- the public face ----------------------------------------------------------------------------------------------------
 
 PUBLIC = [
+    "Balance",
     "LaunchError",
     "PartitionError",
     "Pipeline",

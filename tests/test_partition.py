@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -9,11 +10,14 @@ from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import cloudpickle
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies
 from torch import Tensor, nn
+from torch.distributed.pipelining import SplitPoint
 
-from stageflow import PartitionError, StageInfo
+from stageflow import Balance, PartitionError, StageInfo
 from stageflow.partition import StagePiece, cut
 from stageflow.partition._balance import balance
 
@@ -220,6 +224,127 @@ def test_a_buffer_may_be_cut_apart_only_where_it_does_not_change() -> None:
         cut([norm, norm], 2)
     assert torch.equal(run(cut(model.eval(), 2), x), model(x))
     assert len(cut(nn.Sequential(norm, norm, nn.Linear(4, 4)).train(), 2, [2, 1])) == 2  # one stage has both
+
+
+# ---- the forms of split -------------------------------------------------------------------------------------------------
+
+
+FORMS: list[Any] = [
+    ["inner", "last"],
+    ("inner", "last"),
+    {"inner": SplitPoint.BEGINNING, "last": SplitPoint.BEGINNING},
+    {"norm": SplitPoint.END, "act": SplitPoint.END},
+    {"last": SplitPoint.BEGINNING, "act": SplitPoint.END},
+    [["first", "act"], ["inner", "norm"], ["last"]],
+    [["act", "first"], ["norm", "inner"], ["last"]],
+    [2, 2, 1],
+]
+
+
+@pytest.mark.parametrize("split", FORMS, ids=str)
+def test_every_form_of_split_says_the_same(split: Any) -> None:
+    model, x = sample_model(), torch.randn(6, 4)
+    pieces = cut(model, 3, split)
+    assert names(pieces) == [("first", "act"), ("inner", "norm"), ("last",)]
+    assert torch.equal(run(pieces, x), model(x))
+
+
+def test_split_by_the_modules_where_stages_begin() -> None:
+    model = sample_model()
+    assert names(cut(model, 3, [model.inner, model.last])) == [("first", "act"), ("inner", "norm"), ("last",)]
+
+
+def test_split_may_be_the_stages_themselves() -> None:
+    two, add = Two(), Sum()
+    assert [piece.target for piece in cut(sample_model(), 2, [two, add])] == [two, add]
+    assert all(piece.target(None) is two for piece in cut(sample_model(), 2, lambda stage: two))
+
+
+@pytest.mark.parametrize(
+    ("split", "says"),
+    [
+        (["iner", "last"], ["'iner'", "nearest is 'inner'"]),
+        (["inner"], ["1 such places for 3 stages", "2 are needed", "Change split or pp"]),
+        (["inner", "last", "norm"], ["3 such places"]),
+        (["last", "inner"], ["begin with 'first', 'last', 'inner'", "in the order"]),
+        (["inner", "inner"], ["none is empty"]),
+        (["first", "last"], ["none is empty", "begin with 'first', 'first'"]),
+        (["inner.0", "last"], ["'inner.0'", "inside 'inner'", "never inside"]),
+        ({"inner": "BEGINNING", "last": 3}, ["'last': 3", "SplitPoint"]),
+        ({"inner": SplitPoint.BEGINNING, "last": SplitPoint.END}, ["'first', 'inner', nothing", "none is empty"]),
+        ([["first", "act"], ["inner"], ["last"]], ["nothing of 'norm'"]),
+        ([["first", "act"], ["inner", "act"], ["norm", "last"]], ["'act' in stage 1", "already in stage 0"]),
+        ([["first", "inner"], ["act", "norm"], ["last"]], ["consecutive", "['first', 'inner']"]),
+        ([["first", "act", "inner", "norm", "last"], [], []], ["consecutive", "none is empty"]),
+        ([["first"], ["last"]], ["2 lists for 3 stages"]),
+        ([["first"], "act", ["last"]], ["split is", "Change split"]),
+        ([nn.ReLU(), nn.ReLU()], ["found ReLU", "none of them"]),
+        ([], ["split is", "found []"]),
+        ({}, ["0 such places"]),
+    ],
+    ids=str,
+)
+def test_a_split_that_does_not_fit_is_told_why(split: Any, says: list[str]) -> None:
+    with pytest.raises(PartitionError) as caught:
+        cut(sample_model(), 3, split)
+    assert [word for word in says if word not in str(caught.value)] == []
+
+
+# ---- balance ------------------------------------------------------------------------------------------------------------
+
+
+@hypothesis.given(data=strategies.data())
+@hypothesis.settings(max_examples=300, deadline=None)
+def test_balance_is_the_optimum_for_unequal_devices(data: strategies.DataObject) -> None:
+    units = data.draw(strategies.integers(1, 8))
+    groups = data.draw(strategies.integers(1, units))
+    costs = data.draw(strategies.lists(strategies.integers(0, 30), min_size=units, max_size=units))
+    sizes = data.draw(strategies.lists(strategies.integers(0, 30), min_size=units, max_size=units))
+    speeds = data.draw(strategies.lists(strategies.sampled_from([0.5, 1, 2, 3]), min_size=groups, max_size=groups))
+    limits = data.draw(strategies.lists(strategies.integers(1, 90), min_size=groups, max_size=groups))
+    shared: list[tuple[int, int, float]] = []
+    if units > 1 and data.draw(strategies.booleans()):
+        first, second = sorted(data.draw(strategies.permutations(range(units)))[:2])
+        shared.append((first, second, min(sizes[first], sizes[second])))
+
+    def slowest(cut: list[int]) -> float:
+        times: list[float] = []
+        edges = list(pairwise(accumulate(cut, initial=0)))
+        for (start, end), speed, limit in zip(edges, speeds, limits, strict=True):
+            once = sum(size for one, other, size in shared if start <= one and other < end)
+            fits = sum(sizes[start:end]) - once <= limit
+            times.append(sum(costs[start:end]) / speed if fits else math.inf)
+        return max(times)
+
+    best = min(map(slowest, every_cut(units, groups)))
+    found = balance(costs, groups, speeds=speeds, sizes=sizes, shared_sizes=shared, limits=limits)
+    assert (math.inf if found is None else slowest(found)) == best
+
+
+def test_balance_by_weights_and_speeds_and_memory() -> None:
+    model = nn.Sequential(*layers(400, 400, 400, 400))
+    assert names(cut(model, 2, balance=[3, 1, 1, 1])) == [("0",), ("1", "2", "3")]
+    assert names(cut(model, 2, balance=Balance(speeds=[1, 3]))) == [("0",), ("1", "2", "3")]
+    assert names(cut(model, 2, balance=Balance(by=[1, 1, 1, 5], memory=[800, 1200]))) == [("0", "1"), ("2", "3")]
+    assert names(cut(model, 2, "auto", "parameters")) == [("0", "1"), ("2", "3")]
+
+
+@pytest.mark.parametrize(
+    ("weighed", "says"),
+    [
+        ("size", ["'size'", "parameters", "Change balance"]),
+        ([1, 2], ["2 numbers for 5 children"]),
+        ([1, 1, 1, 1, -1], ["at least 0"]),
+        ([1, 1, 1, 1, float("nan")], ["at least 0"]),
+        (Balance(speeds=[1]), ["speeds", "[1] for 2 stages"]),
+        (Balance(speeds=[1, 0]), ["above 0"]),
+        (Balance(memory=[10, 10]), ["at most 10, 10 bytes", "Change pp, or memory"]),
+    ],
+)
+def test_a_balance_that_does_not_fit_is_told_why(weighed: Any, says: list[str]) -> None:
+    with pytest.raises(PartitionError) as caught:
+        cut(sample_model(), 2, "auto", weighed)
+    assert [word for word in says if word not in str(caught.value)] == []
 
 
 # ---- lists and build functions ------------------------------------------------------------------------------------------

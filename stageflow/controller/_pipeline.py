@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, final
 
 import torch
 import trio
+from torch import nn
 
 from stageflow._frames import StageInfo
 from stageflow.controller._batches import join_batch, split_batch
@@ -22,6 +23,7 @@ from stageflow.controller._ledger import Ledger
 from stageflow.controller._map import MapContext
 from stageflow.controller._tickets import Ticket
 from stageflow.observe import ProgressBoard, Statistics, stage_statistics
+from stageflow.partition import Balance, Split
 
 _MADE_BY_LAUNCH = object()
 
@@ -59,7 +61,8 @@ class Pipeline:
         model: Any,
         pp: int,
         *,
-        split: Literal["auto"] | Sequence[int] = "auto",
+        split: Split | Callable[[StageInfo], nn.Module] = "auto",
+        balance: Balance | Literal["parameters"] | Sequence[float] = "parameters",
         window: int | None = None,
         devices: str | torch.device | Sequence[str | torch.device] = "auto",
         backend: str = "auto",
@@ -84,7 +87,12 @@ class Pipeline:
                 ``build(stage: StageInfo) -> nn.Module`` that is run in the stage process (so the weights never lie here).
                 A stage's output is the next one's argument; of a list or ``build``, a plain tuple becomes its arguments.
             pp: number of stages.
-            split: ``"auto"``, balanced by bytes of parameters; or the number of layers of each stage, ``[8, 8, 8, 6]``.
+            split: where to cut. ``"auto"``, as ``balance`` says; the number of layers of each stage, ``[8, 8, 8, 6]``; the
+                names where stages but the first begin, ``["layers.8", "layers.16"]``, or torch's
+                ``{"layers.8": SplitPoint.BEGINNING}``; the names in each stage, ``[["0", "1"], ["2"]]``; the modules of the
+                model where stages but the first begin. Or the stages themselves: ``pp`` modules, or ``build(stage)``.
+            balance: what ``split="auto"`` makes even: ``"parameters"``, the bytes of each stage; one number for each layer;
+                or a ``Balance``, for devices of unequal speed or memory as well.
             window: the most micro-batches in flight. Default: ``2 * pp``.
             devices: ``"auto"`` (GPUs in turn; the CPU where there is none), one device, or one for each rank.
             backend: between stages. ``"auto"``: NCCL if each rank has a GPU of its own, else gloo.
@@ -111,6 +119,7 @@ class Pipeline:
             model,
             pp,
             split=split,
+            balance=balance,
             window=window,
             devices=devices,
             backend=backend,

@@ -4,11 +4,15 @@ The rooms:
 
     _balance.py   where to cut a chain, in numbers
     _pieces.py    what every way of cutting shares
+    _split.py     what the caller says about the cut
+    _sizes.py     how many units each stage gets: as said, or balanced
     _llama.py     transformers' causal LMs of the Llama kind
     _cut.py       which way a model is cut; Sequentials, lists and build functions
 """
 
 from stageflow.partition._cut import cut
-from stageflow.partition._pieces import Split, StagePiece
+from stageflow.partition._pieces import StagePiece
+from stageflow.partition._sizes import Balance
+from stageflow.partition._split import Split
 
-__all__ = ["Split", "StagePiece", "cut"]
+__all__ = ["Balance", "Split", "StagePiece", "cut"]

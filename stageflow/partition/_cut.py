@@ -14,20 +14,25 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import cast
+from typing import Any, Literal, cast
 
 from torch import nn
 
 from stageflow._frames import StageInfo
 from stageflow.errors import PartitionError
 from stageflow.partition._llama import cut_llama, is_transformers_model
-from stageflow.partition._pieces import Split, StagePiece, refuse_altered, sizes_of
+from stageflow.partition._pieces import StagePiece, Unit, refuse_altered
+from stageflow.partition._sizes import Balance, sizes_of
+from stageflow.partition._split import Split
 
 __all__ = ["cut"]
 
 
 def cut(
-    model: nn.Module | Sequence[nn.Module] | Callable[[StageInfo], nn.Module], num_stages: int, split: Split = "auto"
+    model: nn.Module | Sequence[nn.Module] | Callable[[StageInfo], nn.Module],
+    num_stages: int,
+    split: Split | Callable[[StageInfo], nn.Module] = "auto",
+    balance: Balance | Literal["parameters"] | Sequence[float] = "parameters",
 ) -> tuple[StagePiece, ...]:
     """Cut a model into consecutive stages.
 
@@ -35,8 +40,12 @@ def cut(
         model: an ``nn.Sequential``; a list of ``num_stages`` modules; a transformers causal LM of the Llama kind; a callable
             ``build(stage) -> nn.Module`` that will be run in each stage process; for one stage, any module.
         num_stages: number of stages, ``pp``.
-        split: ``"auto"``, so that the largest stage is as small as possible in bytes; or the number of units of each stage
-            (children of a Sequential, decoder layers of a language model), ``[8, 8, 8, 6]``.
+        split: where. ``"auto"``, so that the heaviest stage is as light as possible; or, in units of the model (children of
+            a Sequential, decoder layers of a language model): how many each stage has, ``[8, 8, 8, 6]``; the names where
+            stages but the first begin, ``["layers.8", …]`` or ``{"layers.8": SplitPoint.BEGINNING}``; the names in each
+            stage; the modules where stages but the first begin. Or what the stages are: ``num_stages`` modules, or
+            ``build(stage)``.
+        balance: of ``"auto"``.
 
     Returns:
         One piece for each stage, in order.
@@ -46,12 +55,15 @@ def cut(
     """
     if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PartitionError(f"The number of stages is an int of at least 1: found {num_stages!r}. Change pp.")
+    weighed = Balance.of(balance)
+    if stages := _stages_in(split, num_stages):
+        model, split = stages, "auto"
     if isinstance(model, nn.Sequential):
-        return _cut_sequential(model, num_stages, split)
+        return _cut_sequential(model, num_stages, split, weighed)
     if isinstance(model, (list, tuple)):
         return _take_modules(cast("Sequence[object]", model), num_stages, split)
     if is_transformers_model(model):
-        return cut_llama(model, num_stages, split)
+        return cut_llama(model, num_stages, split, weighed)
     if callable(model) and not isinstance(model, nn.Module):
         _refuse_split(split, "a callable build(stage)")
         return (StagePiece(target=model, module_names=(), unpack=True),) * num_stages
@@ -64,7 +76,17 @@ def cut(
     )
 
 
-def _cut_sequential(model: nn.Sequential, num_stages: int, split: Split) -> tuple[StagePiece, ...]:
+def _stages_in(split: Any, num_stages: int) -> Any:
+    """The stages themselves, if that is what ``split`` is: all of them as modules, or how each is built."""
+    if callable(split) and not isinstance(split, nn.Module):
+        return split
+    if isinstance(split, (list, tuple)):
+        modules = [one for one in cast("Sequence[object]", split) if isinstance(one, nn.Module)]
+        return modules if len(modules) == num_stages == len(cast("Sequence[object]", split)) else None
+    return None
+
+
+def _cut_sequential(model: nn.Sequential, num_stages: int, split: object, balance: Balance) -> tuple[StagePiece, ...]:
     if type(model).forward is not nn.Sequential.forward:
         raise PartitionError(
             "An nn.Sequential is cut between its children, which are called one after the other: found "
@@ -79,7 +101,7 @@ def _cut_sequential(model: nn.Sequential, num_stages: int, split: Split) -> tupl
             f"An nn.Sequential is cut between its children: found none in {type(model).__name__}. Change model."
         )
     pieces: list[StagePiece] = []
-    sizes = sizes_of([[child] for _, child in children], num_stages, split, "children")
+    sizes = sizes_of([Unit(name, ((name, child),)) for name, child in children], num_stages, split, "children", balance)
     for start, end in pairwise(accumulate(sizes, initial=0)):
         part = OrderedDict(children[start:end])
         target = nn.Sequential(part)
@@ -89,7 +111,7 @@ def _cut_sequential(model: nn.Sequential, num_stages: int, split: Split) -> tupl
     return tuple(pieces)
 
 
-def _take_modules(modules: Sequence[object], num_stages: int, split: Split) -> tuple[StagePiece, ...]:
+def _take_modules(modules: Sequence[object], num_stages: int, split: object) -> tuple[StagePiece, ...]:
     _refuse_split(split, "a list of modules")
     targets = [module for module in modules if isinstance(module, nn.Module)]
     if len(targets) < len(modules):
@@ -107,8 +129,8 @@ def _take_modules(modules: Sequence[object], num_stages: int, split: Split) -> t
     return tuple(StagePiece(target=module, module_names=(type(module).__name__,), unpack=True) for module in targets)
 
 
-def _refuse_split(split: Split, kind: str) -> None:
-    if split != "auto":
+def _refuse_split(split: object, kind: str) -> None:
+    if not isinstance(split, str) or split != "auto":
         raise PartitionError(
             f'What each stage holds is already said by {kind}: found split={split!r} as well. Leave split at "auto".'
         )

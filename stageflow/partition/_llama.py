@@ -23,7 +23,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from stageflow.errors import PartitionError
-from stageflow.partition._pieces import Split, StagePiece, refuse_altered, sizes_of
+from stageflow.partition._pieces import StagePiece, Unit, refuse_altered
+from stageflow.partition._sizes import Balance, sizes_of
 
 __all__ = ["FAMILIES", "LlamaStage", "StageLayers", "cut_llama", "is_transformers_model"]
 
@@ -118,7 +119,7 @@ def is_transformers_model(model: object) -> bool:
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
-def cut_llama(model: Any, num_stages: int, split: Split) -> tuple[StagePiece, ...]:
+def cut_llama(model: Any, num_stages: int, split: object, balance: Balance) -> tuple[StagePiece, ...]:
     """Cut a causal LM between its decoder layers; the embeddings go with the first and norm and head with the last.
 
     A tied head is the embeddings' matrix once more, in the last stage: what is shipped is a copy, and nothing changes it.
@@ -128,14 +129,13 @@ def cut_llama(model: Any, num_stages: int, split: Split) -> tuple[StagePiece, ..
     """
     _check(model)
     base = model.model
-    units: list[list[nn.Module]] = [[layer] for layer in base.layers]
-    units[0].append(base.embed_tokens)
-    units[-1] += [base.norm, model.lm_head]
+    first, last = [("model.embed_tokens", base.embed_tokens)], [("model.norm", base.norm), ("lm_head", model.lm_head)]
+    layers = [(f"model.layers.{index}", layer) for index, layer in enumerate(base.layers)]
+    units = [Unit(layer[0], (*first * (layer is layers[0]), layer, *last * (layer is layers[-1]))) for layer in layers]
     pieces: list[StagePiece] = []
-    for start, end in pairwise(accumulate(sizes_of(units, num_stages, split, "decoder layers"), initial=0)):
+    for start, end in pairwise(accumulate(sizes_of(units, num_stages, split, "decoder layers", balance), initial=0)):
         is_first, is_last = start == 0, end == len(units)
-        names = ["model.embed_tokens"] * is_first + [f"model.layers.{index}" for index in range(start, end)]
-        names += ["model.norm", "lm_head"] * is_last
+        names = [name for unit in units[start:end] for name, _ in unit.parts]
         stage = LlamaStage(_excerpt(model, start, end), is_first=is_first, is_last=is_last)
         stage.training = model.training  # its own flag only: what is in it keeps the mode it came in
         pieces.append(StagePiece(target=stage, module_names=tuple(names), unpack=True))

@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import signal as signals
 import traceback
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Literal
 
 import attrs
 import tricycle
 import trio
+from torch import nn
 
 from stageflow._frames import Call, EndOfStream, Failed, MicroBatch, RingFrame, StageInfo, Warmup, decode
 from stageflow._lifecycle import State
 from stageflow.controller import Ledger, Pipeline, Plan, make_pipeline, make_plan, out_of_nurseries, raise_outcome
 from stageflow.errors import LaunchError, PipelineBroken, StageDied, StageflowError, StageStalled
 from stageflow.observe import ProgressBoard
+from stageflow.partition import Balance, Split
 from stageflow.stage import Reporter, Runner, Stage, build_stage
 from stageflow.testing._faults import Delay, Exit, Fault, Hang, Kill, faults_of
 from stageflow.transport import Packed, from_bytes, put_together, take_apart, to_bytes, unpack
@@ -35,7 +37,8 @@ def launch_in_memory(
     model: Any,
     pp: int,
     *,
-    split: Literal["auto"] | Sequence[int] = "auto",
+    split: Split | Callable[[StageInfo], nn.Module] = "auto",
+    balance: Balance | Literal["parameters"] | Sequence[float] = "parameters",
     window: int | None = None,
     devices: Any = None,
     backend: Any = None,
@@ -73,6 +76,7 @@ def launch_in_memory(
         model,
         pp,
         split=split,
+        balance=balance,
         window=window,
         devices="cpu",
         backend="auto",
