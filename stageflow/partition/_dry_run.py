@@ -67,6 +67,7 @@ class UnitCall:
     """What it returned: None for each tensor's place, so its form alone."""
     nbytes: int
     """Bytes of the tensors that it returned."""
+    shapes: tuple[torch.Size, ...]
     work: Work
 
 
@@ -298,7 +299,7 @@ class _Watch(TorchDispatchMode):
             index, tensors = len(self.units), leaves_of(output)
             form = tree_map(lambda leaf: None if isinstance(leaf, Tensor) else leaf, output)
             nbytes = sum(tensor.nbytes for tensor in tensors)
-            self.units.append(UnitCall(name, self.sources(self._given), form, nbytes, self._work))
+            self.units.append(UnitCall(name, self.sources(self._given), form, nbytes, tuple(one.shape for one in tensors), self._work))
             for tensor in tensors:
                 self.mark(tensor, frozenset({("unit", index)}))
             self._in_unit = None

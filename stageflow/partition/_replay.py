@@ -1,0 +1,234 @@
+"""What runs in a stage of a model that is cut by replay: the model's own forward, with some of its modules absent.
+
+Rules of this file:
+
+* Every stage runs the whole forward with the caller's own arguments, so masks, positions and everything else that is made
+  from them is made anew, by the model's own code. Only the work of the modules is shared out.
+* A unit, the i-th call of a block, that an earlier stage has run returns what came from there. After its own last unit a
+  stage leaves the forward, and passes on what later stages need.
+* What is absent and not needed returns zeros of the right shape: its value is used by nobody.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NoReturn, cast
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+__all__ = ["Absent", "Block", "Progress", "ReplayStage"]
+
+_SHAPES_REMEMBERED = 64
+
+
+class _StageDone(BaseException):
+    """Leaves the forward after the stage's last unit. Not an Exception, which the model's own code might catch."""
+
+
+@attrs.define(eq=False)
+class Progress:
+    """How far one forward has come, for all blocks of a stage."""
+
+    start: int
+    end: int
+    """The stage's own units."""
+    is_last: bool
+    carried: frozenset[int]
+    """Units whose outputs this stage passes on."""
+    stand_in: dict[int, int]
+    """For units whose output isn't needed: another of the same kind that is, and has come."""
+    fresh: bool
+    """Whether a value must not be given out twice, since the model changes it in place."""
+    at: int = 0
+    inside: bool = False
+    outputs: dict[int, Any] = attrs.field(factory=dict[int, Any])
+
+    def begin(self, received: Mapping[int, Any]) -> None:
+        """Before a forward."""
+        self.at, self.inside, self.outputs = 0, False, dict(received)
+
+    def keep(self, unit: int, output: Any) -> None:
+        """Of a unit that has run here."""
+        if unit in self.carried:
+            self.outputs[unit] = _copy(output) if self.fresh else output
+
+
+def _copy(value: Any) -> Any:
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+
+
+@attrs.frozen
+class _Shape:
+    """In the place of a tensor whose value isn't needed any more."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _bare(value: Any) -> Any:
+    """Floating-point tensors replaced; others are small, and models look into them."""
+    return tree_map(
+        lambda leaf: (
+            _Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else cast("Any", leaf)
+        ),
+        value,
+    )
+
+
+def _filled(value: Any, device: torch.device) -> Any:
+    return tree_map(
+        lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, _Shape) else leaf, value
+    )
+
+
+class Absent:
+    """The forward of a module whose work is done elsewhere, or needed by nobody here: zeros in its output's shapes.
+
+    The shapes come from a copy on the meta device, and are remembered.
+    """
+
+    def __init__(self, bare: nn.Module) -> None:
+        self._bare = bare
+        self._seen: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module is called."""
+        leaves: list[Any] = tree_flatten([args, kwargs])[0]
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+        key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf)) for leaf in leaves)
+        form = self._seen.get(key)
+        if form is None:
+            bare_args, bare_kwargs = tree_map(
+                lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+            )
+            form = self._bare(*bare_args, **bare_kwargs)
+            if len(self._seen) < _SHAPES_REMEMBERED:
+                self._seen[key] = form
+        return tree_map(lambda leaf: torch.zeros_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf, form)
+
+
+class Block:
+    """The forward of a block: counts its calls, and runs those of this stage."""
+
+    def __init__(self, progress: Progress, module: nn.Module, absent: Absent | None) -> None:
+        self._progress = progress
+        self._module = module
+        self._absent = absent
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block is called."""
+        progress, own = self._progress, cast("Any", type(self._module)).forward
+        if progress.inside:
+            return own(self._module, *args, **kwargs)
+        unit = progress.at
+        progress.at += 1
+        if unit < progress.start:
+            if unit in progress.outputs:
+                output = progress.outputs[unit]
+                return _copy(output) if progress.fresh else output
+            if (other := progress.stand_in.get(unit)) is not None:
+                return progress.outputs[other]
+            assert self._absent is not None
+            return self._absent(*args, **kwargs)
+        progress.inside = True
+        try:
+            output = own(self._module, *args, **kwargs)
+        finally:
+            progress.inside = False
+        progress.keep(unit, output)
+        if unit == progress.end - 1 and not progress.is_last:
+            raise _StageDone
+        return output
+
+
+class ReplayStage(nn.Module):
+    """One stage.
+
+    The first is called like the unsplit model, a later one with what the one before returned: the outputs of units that are
+    still needed, and the caller's arguments. The last returns what the unsplit model returns. Each takes further keyword
+    arguments, which win. Its modules have the names that they have in the unsplit model.
+    """
+
+    def __init__(
+        self, model: nn.Module, progress: Progress, refused: Mapping[str, str], fixed: Mapping[str, Any], shapes_only: frozenset[str]
+    ) -> None:
+        """Args:
+        model: the excerpt.
+        progress: that of its blocks.
+        refused: arguments that must be None or False, each with the reason.
+        fixed: arguments that it is always called with.
+        shapes_only: names, or places, of arguments of which later stages need no value.
+        """
+        super().__init__()
+        self.training = model.training
+        # Its children and tensors are this module's own, so they have their own names; itself is no child.
+        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers  # pyright: ignore[reportPrivateUsage]
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+        self._of = (model,)
+        self._progress = progress
+        self._refused, self._fixed, self._shapes_only = dict(refused), dict(fixed), shapes_only
+
+    def train(self, mode: bool = True) -> ReplayStage:
+        """Set the mode of everything in it."""
+        self._of[0].training = mode
+        super().train(mode)
+        return self
+
+    def forward(self, *given: Any, **extra: Any) -> Any:
+        """Run the units of this stage. See the class."""
+        progress = self._progress
+        received: dict[int, Any] = {}
+        args, kwargs = given, extra
+        if progress.start:
+            received, args, kwargs = given
+            args, kwargs = self._merge(*_filled((args, kwargs), self._device()), extra)
+        args, kwargs = self._allowed(args, kwargs)
+        progress.begin(received)
+        try:
+            result = self._of[0](*args, **{**kwargs, **self._fixed})
+            if progress.is_last:
+                return result
+            self._ended_early()
+        except _StageDone:
+            return {unit: progress.outputs[unit] for unit in sorted(progress.carried)}, *self._passed_on(args, kwargs)
+        finally:
+            progress.begin({})
+
+    def _ended_early(self) -> NoReturn:
+        raise RuntimeError(
+            f"a forward of {type(self._of[0]).__name__} called {self._progress.at} blocks, and this stage holds up to the "
+            f"call number {self._progress.end}: with these arguments it takes another way than the one it was cut along"
+        )
+
+    def _passed_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, without the numbers in them that no later stage needs."""
+        bare = tuple(_bare(arg) if str(place) in self._shapes_only else arg for place, arg in enumerate(args))
+        return bare, {name: _bare(arg) if name in self._shapes_only else arg for name, arg in kwargs.items()}
+
+    def _device(self) -> torch.device:
+        return next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device("cpu"))
+
+    def _merge(self, args: tuple[Any, ...], kwargs: dict[str, Any], extra: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        names = [name for name, _ in zip(self._signature.parameters, args, strict=False)] if extra else []
+        args = tuple(extra.pop(name) if name in extra else arg for name, arg in zip(names, args, strict=False)) or args
+        return args, {**kwargs, **extra}
+
+    def _allowed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments without those that aren't possible in a pipeline; those given by position too."""
+        if not self._refused:
+            return args, kwargs
+        self._signature.bind(*args, **kwargs)  # a TypeError where the unsplit model has one
+        given = {**dict(zip(self._signature.parameters, args, strict=False)), **kwargs}
+        for name, reason in self._refused.items():
+            value = given.pop(name, None)
+            if value is not None and value is not False:
+                raise ValueError(f"{name}={value!r:.60} isn't possible in a pipeline: {reason}.")
+        return (), given
+
+    @property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self._of[0].forward)
