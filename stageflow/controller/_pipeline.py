@@ -63,6 +63,7 @@ class Pipeline:
         *,
         split: Split | Callable[[StageInfo], nn.Module] = "auto",
         balance: Balance | Literal["parameters"] | Sequence[float] = "parameters",
+        example: Any = None,
         window: int | None = None,
         devices: str | torch.device | Sequence[str | torch.device] = "auto",
         backend: str = "auto",
@@ -83,8 +84,9 @@ class Pipeline:
         Stages run under ``torch.inference_mode()``; modules keep the train or eval mode they come in.
 
         Args:
-            model: an ``nn.Sequential``, a list of ``pp`` modules, a transformers causal LM of the Llama kind, or a callable
-                ``build(stage: StageInfo) -> nn.Module`` that is run in the stage process (so the weights never lie here).
+            model: an ``nn.Sequential``, a list of ``pp`` modules, a model of transformers, any module together with an
+                ``example``, or a callable ``build(stage: StageInfo) -> nn.Module`` that is run in the stage process (so the
+                weights never lie here).
                 A stage's output is the next one's argument; of a list or ``build``, a plain tuple becomes its arguments.
             pp: number of stages.
             split: where to cut. ``"auto"``, as ``balance`` says; the number of layers of each stage, ``[8, 8, 8, 6]``; the
@@ -93,6 +95,9 @@ class Pipeline:
                 model where stages but the first begin. Or the stages themselves: ``pp`` modules, or ``build(stage)``.
             balance: what ``split="auto"`` makes even: ``"parameters"``, the bytes of each stage; one number for each layer;
                 or a ``Balance``, for devices of unequal speed or memory as well.
+            example: arguments of the model's forward, to see on the meta device what each of its modules needs: a tensor, a
+                tuple of arguments, a dict of keyword arguments, or ``(args, kwargs)``. Only shapes and dtypes matter.
+                Default: for transformers' models, what their config tells.
             window: the most micro-batches in flight. Default: ``2 * pp``.
             devices: ``"auto"`` (GPUs in turn; the CPU where there is none), one device, or one for each rank.
             backend: between stages. ``"auto"``: NCCL if each rank has a GPU of its own, else gloo.
@@ -120,6 +125,7 @@ class Pipeline:
             pp,
             split=split,
             balance=balance,
+            example=example,
             window=window,
             devices=devices,
             backend=backend,

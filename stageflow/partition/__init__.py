@@ -6,7 +6,11 @@ The rooms:
     _pieces.py    what every way of cutting shares
     _split.py     what the caller says about the cut
     _sizes.py     how many units each stage gets: as said, or balanced
-    _llama.py     transformers' causal LMs of the Llama kind
+    _dry_run.py   one forward on the meta device: which blocks are called, and what each needs
+    _units.py     which modules are the blocks
+    _replay.py    what runs in a stage: the model's own forward, with the modules of other stages absent
+    _cut_replay.py    such stages, made
+    _transformers.py  what is known of transformers' models
     _cut.py       which way a model is cut; Sequentials, lists and build functions
 """
 

@@ -12,7 +12,7 @@ Rules of this directory:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Literal, cast
 
@@ -20,10 +20,12 @@ from torch import nn
 
 from stageflow._frames import StageInfo
 from stageflow.errors import PartitionError
-from stageflow.partition._llama import cut_llama, is_transformers_model
+from stageflow.partition._cut_replay import Subject, cut_replay, watch
 from stageflow.partition._pieces import StagePiece, Unit, refuse_altered
 from stageflow.partition._sizes import Balance, sizes_of
 from stageflow.partition._split import Split
+from stageflow.partition._transformers import is_transformers_model, subject_of
+from stageflow.partition._units import listed_blocks, nested_blocks
 
 __all__ = ["cut"]
 
@@ -33,12 +35,13 @@ def cut(
     num_stages: int,
     split: Split | Callable[[StageInfo], nn.Module] = "auto",
     balance: Balance | Literal["parameters"] | Sequence[float] = "parameters",
+    example: Any = None,
 ) -> tuple[StagePiece, ...]:
     """Cut a model into consecutive stages.
 
     Args:
-        model: an ``nn.Sequential``; a list of ``num_stages`` modules; a transformers causal LM of the Llama kind; a callable
-            ``build(stage) -> nn.Module`` that will be run in each stage process; for one stage, any module.
+        model: an ``nn.Sequential``; a list of ``num_stages`` modules; a model of transformers; any module, with an
+            ``example``; a callable ``build(stage) -> nn.Module`` that will be run in each stage process.
         num_stages: number of stages, ``pp``.
         split: where. ``"auto"``, so that the heaviest stage is as light as possible; or, in units of the model (children of
             a Sequential, decoder layers of a language model): how many each stage has, ``[8, 8, 8, 6]``; the names where
@@ -46,6 +49,8 @@ def cut(
             stage; the modules where stages but the first begin. Or what the stages are: ``num_stages`` modules, or
             ``build(stage)``.
         balance: of ``"auto"``.
+        example: arguments of the model's forward: a tensor, a tuple of arguments, a dict of keyword arguments, or
+            ``(args, kwargs)``. Values don't matter, only shapes and dtypes.
 
     Returns:
         One piece for each stage, in order.
@@ -62,18 +67,82 @@ def cut(
         return _cut_sequential(model, num_stages, split, weighed)
     if isinstance(model, (list, tuple)):
         return _take_modules(cast("Sequence[object]", model), num_stages, split)
-    if is_transformers_model(model):
-        return cut_llama(model, num_stages, split, weighed)
     if callable(model) and not isinstance(model, nn.Module):
         _refuse_split(split, "a callable build(stage)")
         return (StagePiece(target=model, module_names=(), unpack=True),) * num_stages
-    if num_stages == 1:  # there is nothing to cut
+    if is_transformers_model(model):
+        return _cut_watched(subject_of(model, _as_call(example)), num_stages, split, weighed)
+    if num_stages == 1 and isinstance(split, str):  # there is nothing to cut
         return _take_modules([model], 1, split)
+    if isinstance(model, nn.Module) and example is not None:
+        args, kwargs = _as_call(example) or ((), {})
+        return _cut_watched(Subject(model, args, kwargs), num_stages, split, weighed)
     raise PartitionError(
-        "A model is one of these: an nn.Sequential, a list of pp modules, a transformers causal LM of the Llama kind, or a "
-        "callable build(stage: StageInfo) -> nn.Module, run in the stage, which makes each one: "
-        f"found {type(model).__name__}. Change model."
+        "A model is one of these: an nn.Sequential, a list of pp modules, a model of transformers, any module with example "
+        "arguments of its forward in example, or a callable build(stage: StageInfo) -> nn.Module, run in the stage, which makes "
+        f"each one: found {type(model).__name__}. Change model, or pass example."
     )
+
+
+def _as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if example is None:
+        return None
+    if isinstance(example, Mapping):
+        return (), dict(cast("Mapping[str, Any]", example))
+    if isinstance(example, tuple):
+        given = cast("tuple[Any, ...]", example)
+        if len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], dict):
+            return cast("Any", given)
+        return given, {}
+    return (example,), {}
+
+
+def _cut_watched(subject: Subject, num_stages: int, split: object, balance: Balance) -> tuple[StagePiece, ...]:
+    """Cut a model along its blocks: the members of its lists, then those of the lists in them, then any modules in it."""
+    _refuse_hooks(subject.model)
+    tried: list[str] = []
+    ways = [
+        ("the members of its ModuleLists", listed_blocks(subject.model)),
+        ("the members of the ModuleLists in them", listed_blocks(subject.model, 1)),
+        ("its modules", nested_blocks(subject.model, num_stages)),
+    ]
+    most = 0
+    for way, blocks in ways:
+        if not blocks:
+            tried.append(f"{way}: none")
+            continue
+        try:
+            seen = watch(subject, blocks)
+        except Exception as error:
+            raise PartitionError(
+                f"To see what each stage needs, {type(subject.model).__name__} is run once on example arguments: found that "
+                f"it raises {type(error).__name__}: {error}. Pass others in example, or pass build(stage) or a list of pp "
+                "modules as model."
+            ) from error
+        if len(seen.units) >= num_stages:
+            return cut_replay(subject, seen, num_stages, split, balance)
+        most = max(most, len(seen.units))
+        tried.append(f"{way}: {len(seen.units)}")
+    raise PartitionError(
+        f"Every stage needs at least one of the model's {subject.word}: found at most {most} {subject.word} for {num_stages} "
+        f"stages in {type(subject.model).__name__} ({'; '.join(tried)}). Change pp to {max(most, 1)} or less."
+    )
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if "forward" in vars(module):
+            raise PartitionError(
+                f"A stage gets copies of the model's modules, not of functions that are bound to them: found a forward that "
+                f"was replaced on {name or type(model).__name__!r}, as device_map, offloading and use_kernels do. Load the "
+                "model without, or pass build(stage) as model."
+            )
+    hooks = (*model._forward_hooks.values(), *model._forward_pre_hooks.values())  # pyright: ignore[reportPrivateUsage]
+    if any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks):
+        raise PartitionError(
+            f"No stage has the whole model, so what belongs to the whole alone would be lost: found a forward hook on "
+            f"{type(model).__name__}. Move it into a module in it, or pass build(stage) as model, which makes each stage."
+        )
 
 
 def _stages_in(split: Any, num_stages: int) -> Any:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten
 from stageflow.errors import PartitionError
 from stageflow.partition._dry_run import DryRun, Source, dry_run, leaves_of, on_meta, to_meta
 from stageflow.partition._pieces import StagePiece, Unit
-from stageflow.partition._replay import Absent, Block, Progress, ReplayStage
+from stageflow.partition._replay import PLACEHOLDERS, Absent, Block, Progress, ReplayStage
 from stageflow.partition._sizes import Balance, sizes_of
 
 __all__ = ["Subject", "cut_replay", "watch"]
@@ -50,9 +50,7 @@ def watch(subject: Subject, blocks: Sequence[str], *, count_flops: bool = False)
     """
     kwargs = {**subject.kwargs, **subject.fixed}
     try:
-        return dry_run(
-            on_meta(subject.model), blocks, to_meta(subject.args), to_meta(kwargs), count_flops=count_flops
-        )
+        return dry_run(on_meta(subject.model), blocks, to_meta(subject.args), to_meta(kwargs), count_flops=count_flops)
     except Exception:
         if any(tensor.is_meta for tensor in subject.model.parameters()):
             raise
@@ -86,12 +84,19 @@ def cut_replay(subject: Subject, seen: DryRun, num_stages: int, split: object, b
     units = units_of(subject.model, seen)
     edges = list(pairwise(accumulate(sizes_of(units, num_stages, split, subject.word, balance), initial=0)))
     stages = [_Needs(subject, seen, start, end) for start, end in edges]
-    _try_out(subject, seen, stages)
+    deep = False
+    try:
+        _try_out(subject, seen, stages, deep=False)
+    except PartitionError as error:
+        if not isinstance(error.__cause__, AttributeError):
+            raise
+        deep = True
+        _try_out(subject, seen, stages, deep=True)
     pieces: list[StagePiece] = []
     for needs, (start, end) in zip(stages, edges, strict=True):
         names = [name for unit in units[start:end] for name, _ in unit.parts if name in needs.present]
         names += [name for name in needs.present if name not in names and name in needs.reported]
-        target = needs.stage(subject.model)
+        target = needs.stage(subject.model, deep=deep)
         pieces.append(StagePiece(target=target, module_names=tuple(dict.fromkeys(names)), unpack=True))
     return tuple(pieces)
 
@@ -169,8 +174,8 @@ class _Needs:
 
     # ---- the excerpt ----------------------------------------------------------------------------------------------------
 
-    def stage(self, model: nn.Module) -> ReplayStage:
-        """The stage, with the very tensors of the model."""
+    def stage(self, model: nn.Module, *, deep: bool) -> ReplayStage:
+        """The stage, with the very tensors of the model; ``deep`` if what is absent still has its children, also absent."""
         memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         progress = Progress(
             start=self.start,
@@ -187,7 +192,7 @@ class _Needs:
         for name in shells:
             module = model.get_submodule(name)
             if id(module) not in memo and id(module) not in kept:
-                memo[id(module)] = _shell(module, memo)
+                memo[id(module)] = _shell(module, memo, deep=deep or name not in blocks)
         excerpt = copy.deepcopy(model, memo)
         for name in (*blocks, *self.glue):
             module, original = excerpt.get_submodule(name), model.get_submodule(name)
@@ -197,7 +202,11 @@ class _Needs:
                 module.forward = absent[id(original)]
         _drop_recorders(excerpt)
         return ReplayStage(
-            excerpt, progress, self._subject.refused, self._subject.fixed, frozenset() if self.is_last else self.unneeded_inputs()
+            excerpt,
+            progress,
+            self._subject.refused,
+            self._subject.fixed,
+            frozenset() if self.is_last else self.unneeded_inputs(),
         )
 
     def _stand_ins(self) -> dict[int, int]:
@@ -221,17 +230,31 @@ class _Needs:
         return [model.get_submodule(name) for name in dict.fromkeys(names)]
 
 
-def _shell(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A module of the same class with nothing in it."""
+def _shell(module: nn.Module, memo: dict[int, Any], *, deep: bool) -> nn.Module:
+    """A module of the same class with nothing in it: for models that ask an absent module what it is, and has."""
     shell = cast("nn.Module", type(module).__new__(type(module)))
     nn.Module.__init__(shell)
     shell.training = module.training
     for name, value in vars(module).items():
-        if name not in vars(shell) and (value is None or isinstance(value, (str, int, float, torch.dtype))):
+        if name not in vars(shell) and _is_plain(value):
             setattr(shell, name, value)
         elif name == "config":
             shell.config = copy.deepcopy(value, memo)
+    if deep:
+        for name, child in module._modules.items():  # pyright: ignore[reportPrivateUsage]
+            shell.add_module(name, None if child is None else _shell(child, memo, deep=True))
+        tensors = {**module._parameters, **module._buffers}  # pyright: ignore[reportPrivateUsage]
+        placeholders = [(name, one.shape, one.dtype) for name, one in tensors.items() if one is not None]
+        vars(shell)[PLACEHOLDERS] = placeholders
+        for name in [name for name, one in tensors.items() if one is None]:
+            vars(shell)[name] = None
     return shell
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, cast("Sequence[object]", value)))
+    return value is None or isinstance(value, (str, int, float, torch.dtype))
 
 
 def _drop_recorders(model: nn.Module) -> None:
@@ -245,7 +268,7 @@ def _drop_recorders(model: nn.Module) -> None:
             del hooks[key]
 
 
-def _try_out(subject: Subject, seen: DryRun, stages: Sequence[_Needs]) -> None:
+def _try_out(subject: Subject, seen: DryRun, stages: Sequence[_Needs], *, deep: bool) -> None:
     """Run the pieces one after the other without computing anything."""
     if any(not tensor.is_meta for tensor in leaves_of(seen.result)):
         return  # it can't be run on the meta device
@@ -255,7 +278,7 @@ def _try_out(subject: Subject, seen: DryRun, stages: Sequence[_Needs]) -> None:
     for index, needs in enumerate(stages):
         try:
             with torch.no_grad():
-                stage = needs.stage(bare)
+                stage = needs.stage(bare, deep=deep)
                 value = stage(*args, **kwargs) if not index else stage(*value)
         except Exception as error:
             raise PartitionError(

@@ -63,7 +63,7 @@ class UnitCall:
     """The block's name in the model."""
     sources: frozenset[Source]
     """All that its arguments come from."""
-    output: Any
+    form: Any
     """What it returned: None for each tensor's place, so its form alone."""
     nbytes: int
     """Bytes of the tensors that it returned."""
@@ -167,11 +167,11 @@ class _Watch(TorchDispatchMode):
         self._model = model
         self._count_flops = count_flops
         self._blocks = frozenset(blocks)
-        self._owner: dict[int, str] = {}
+        self._owners: dict[int, list[str]] = {}
         for name, module in model.named_modules():
             if not self._in_block(name):
                 for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                    self._owner.setdefault(id(tensor), name)
+                    self._owners.setdefault(id(tensor), []).append(name)
         self._from: dict[int, frozenset[Source]] = {}
         self._alive: list[Tensor] = []  # so that no id comes to mean another tensor
         self._stack: list[str] = []
@@ -199,7 +199,7 @@ class _Watch(TorchDispatchMode):
         found = _NOWHERE
         for tensor in tensors:
             found |= self._from.get(id(tensor), _NOWHERE)
-            if (owner := self._owner.get(id(tensor))) is not None:
+            if owner := self._owner_of(tensor)[0]:
                 found |= {("module", owner)}
         return found
 
@@ -213,8 +213,8 @@ class _Watch(TorchDispatchMode):
             given = leaves_of([args, kwargs])
             sources = self.sources(given)
             for tensor in given:
-                owner = self._owner.get(id(tensor))
-                if owner is not None and not any(owner == whole or owner.startswith(f"{whole}.") for whole in self._wholes()):
+                owner, is_running = self._owner_of(tensor)
+                if owner is not None and not is_running:
                     self.used_directly.setdefault(owner, len(self.units))
                 if func._schema.is_mutable and any(kind == "unit" for kind, _ in self._from.get(id(tensor), ())):
                     self.in_place = True
@@ -226,9 +226,15 @@ class _Watch(TorchDispatchMode):
                 self._work.flops += int(count(*args, **kwargs, out_val=output))
         return output
 
-    def _wholes(self) -> list[str]:
-        """The modules of the glue that are running, as far as they are taken or left as a whole."""
-        return [name for name in self._stack if name in self._whole]
+    def _owner_of(self, tensor: Tensor) -> tuple[str | None, bool]:
+        """Which module of the glue has it, of several the one that is running; and whether it is."""
+        owners = self._owners.get(id(tensor))
+        if owners is None:
+            return None, False
+        running = [whole for whole in self._stack if whole in self._whole]
+        inside = (one for one in owners if any(one == whole or one.startswith(f"{whole}.") for whole in running))
+        one = next(inside, None)
+        return (owners[0], False) if one is None else (one, True)
 
     # ---- modules --------------------------------------------------------------------------------------------------------
 
@@ -299,7 +305,9 @@ class _Watch(TorchDispatchMode):
             index, tensors = len(self.units), leaves_of(output)
             form = tree_map(lambda leaf: None if isinstance(leaf, Tensor) else leaf, output)
             nbytes = sum(tensor.nbytes for tensor in tensors)
-            self.units.append(UnitCall(name, self.sources(self._given), form, nbytes, tuple(one.shape for one in tensors), self._work))
+            self.units.append(
+                UnitCall(name, self.sources(self._given), form, nbytes, tuple(one.shape for one in tensors), self._work)
+            )
             for tensor in tensors:
                 self.mark(tensor, frozenset({("unit", index)}))
             self._in_unit = None

@@ -20,9 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["Absent", "Block", "Progress", "ReplayStage"]
+__all__ = ["PLACEHOLDERS", "Absent", "Block", "Progress", "ReplayStage"]
 
 _SHAPES_REMEMBERED = 64
+
+PLACEHOLDERS = "_stageflow_placeholders"
+"""Attribute of an absent module: name, shape and dtype of each tensor that it would have. Models ask for the dtype and the
+device of a weight; in its place stands one number, expanded, which is no parameter and in no state dict."""
 
 
 class _StageDone(BaseException):
@@ -154,7 +158,12 @@ class ReplayStage(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, progress: Progress, refused: Mapping[str, str], fixed: Mapping[str, Any], shapes_only: frozenset[str]
+        self,
+        model: nn.Module,
+        progress: Progress,
+        refused: Mapping[str, str],
+        fixed: Mapping[str, Any],
+        shapes_only: frozenset[str],
     ) -> None:
         """Args:
         model: the excerpt.
@@ -170,6 +179,7 @@ class ReplayStage(nn.Module):
         self._non_persistent_buffers_set = model._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
         self._of = (model,)
         self._progress = progress
+        self._is_placed = False
         self._refused, self._fixed, self._shapes_only = dict(refused), dict(fixed), shapes_only
 
     def train(self, mode: bool = True) -> ReplayStage:
@@ -178,9 +188,24 @@ class ReplayStage(nn.Module):
         super().train(mode)
         return self
 
+    def _apply(self, fn: Any, recurse: bool = True) -> ReplayStage:
+        super()._apply(fn, recurse)
+        self._place(fn)
+        return self
+
+    def _place(self, fn: Any) -> None:
+        """Put placeholders where the stage is, with its dtype."""
+        self._is_placed = True
+        for module in self.modules():
+            for name, shape, dtype in vars(module).get(PLACEHOLDERS, ()):
+                vars(module)[name] = fn(torch.zeros((), dtype=dtype)).expand(shape)
+
     def forward(self, *given: Any, **extra: Any) -> Any:
         """Run the units of this stage. See the class."""
         progress = self._progress
+        if not self._is_placed:
+            device = self._device()
+            self._place(lambda tensor: tensor.to(device))
         received: dict[int, Any] = {}
         args, kwargs = given, extra
         if progress.start:

@@ -53,8 +53,14 @@ def subject_of(model: Any, example: tuple[tuple[Any, ...], dict[str, Any]] | Non
     parameters = inspect.signature(model.forward).parameters
     args, kwargs = example if example is not None else ((), _example_of(model, parameters))
     fixed = {"use_cache": False} if "use_cache" in parameters else {}
-    return Subject(model, args, {k: v for k, v in kwargs.items() if k not in fixed}, _REFUSED, fixed, "decoder layers"
-                   if "CausalLM" in type(model).__name__ else "layers")
+    return Subject(
+        model,
+        args,
+        {k: v for k, v in kwargs.items() if k not in fixed},
+        _REFUSED,
+        fixed,
+        "decoder layers" if "CausalLM" in type(model).__name__ else "layers",
+    )
 
 
 def _example_of(model: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
