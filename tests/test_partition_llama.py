@@ -1,4 +1,5 @@
-"""Cutting transformers' causal LMs: every stage count gives the unsplit model's logits bit for bit."""
+"""Cutting transformers' causal LMs, four families to the bottom: every form of call gives the unsplit model's logits bit for
+bit. All other families are in `test_zoo.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 
 from stageflow import PartitionError
 from stageflow.partition import StagePiece, cut
-from stageflow.partition._llama import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 
@@ -83,10 +83,6 @@ def check(result: Any, expected: Any) -> None:
 
 
 # ---- the same answer ----------------------------------------------------------------------------------------------------
-
-
-def test_every_family_is_tested() -> None:
-    assert {name for name, _ in KINDS.values()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -188,7 +184,8 @@ def test_a_split_by_hand_gives_the_same() -> None:
 def test_attention_stays_as_it_was_chosen(implementation: str) -> None:
     model = make(attn_implementation=implementation)
     pieces = cut(model, 2)
-    assert {piece.target.model.config._attn_implementation for piece in pieces} == {implementation}
+    layers = [module for piece in pieces for name, module in piece.target.named_modules() if name.endswith("self_attn")]
+    assert {layer.config._attn_implementation for layer in layers} == {implementation}
     check(run(pieces, IDS, attention_mask=MASK), unsplit(model, IDS, attention_mask=MASK))
 
 
@@ -253,7 +250,7 @@ def tensors_shipped(target: nn.Module) -> tuple[bytes, list[Tensor]]:
 
     class Pickler(cloudpickle.Pickler):
         def persistent_id(self, obj: Any) -> int | None:
-            if not isinstance(obj, Tensor):
+            if not isinstance(obj, Tensor) or obj.is_meta:
                 return None
             tensors[id(obj)] = obj
             return list(tensors).index(id(obj))
@@ -345,22 +342,6 @@ def test_what_a_pipeline_can_not_do_is_refused(extra: dict[str, Any], says: str)
             run(pieces, IDS, stage_kwargs=extra)
 
 
-def gpt2() -> Any:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=8))
-
-
-def of_own_class() -> Any:
-    class LlamaForCausalLM(transformers.LlamaForCausalLM): ...
-
-    return LlamaForCausalLM(make().config)
-
-
-def with_extra_part() -> Any:
-    model = make()
-    model.model.extra = nn.Linear(2, 2)
-    return model
-
-
 def with_own_forward() -> Any:
     model = make()
     model.model.layers[1].mlp.forward = lambda x: x
@@ -370,12 +351,6 @@ def with_own_forward() -> Any:
 def with_hook(on: str) -> Any:
     model = make()
     model.get_submodule(on).register_forward_pre_hook(lambda *_: None)
-    return model
-
-
-def with_fewer_in_config() -> Any:
-    model = make()
-    model.config.num_hidden_layers = 3
     return model
 
 
@@ -392,15 +367,10 @@ def without_layers() -> Any:
         (make, 2, [2, 2], ["makes 4", "5 decoder layers", "Change split"]),
         (make, 2, [5, 0], ["decoder layers of each stage", "[5, 0]"]),
         (make, 3, [2, 3], ["2 numbers", "3 stages"]),
-        (gpt2, 2, "auto", ["GPT2LMHeadModel", *FAMILIES, "build(stage)", "yet to come"]),
-        (lambda: make().model, 2, "auto", ["LlamaModel", "build(stage)"]),
-        (of_own_class, 2, "auto", ["test_partition_llama", "build(stage)"]),
-        (with_extra_part, 2, "auto", ["extra", "build(stage)"]),
         (with_own_forward, 2, "auto", ["'model.layers.1.mlp'", "device_map", "build(stage)"]),
         (lambda: with_hook(""), 2, "auto", ["LlamaForCausalLM", "hook"]),
-        (lambda: with_hook("model"), 2, "auto", ["LlamaModel", "hook"]),
-        (with_fewer_in_config, 2, "auto", ["5 layers", "num_hidden_layers", "3"]),
-        (without_layers, 1, "auto", ["found none"]),
+        (lambda: with_hook("model"), 2, "auto", ["'model'", "hook"]),
+        (without_layers, 9, "auto", ["for 9 stages", "LlamaForCausalLM", "modules in it"]),
         (lambda: make(output_hidden_states=True), 2, "auto", ["output_hidden_states", "config"]),
     ],
 )

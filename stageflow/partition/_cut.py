@@ -72,15 +72,15 @@ def cut(
         return (StagePiece(target=model, module_names=(), unpack=True),) * num_stages
     if is_transformers_model(model):
         return _cut_watched(subject_of(model, _as_call(example)), num_stages, split, weighed)
-    if num_stages == 1 and isinstance(split, str):  # there is nothing to cut
+    if num_stages == 1 and example is None:  # there is nothing to cut
         return _take_modules([model], 1, split)
     if isinstance(model, nn.Module) and example is not None:
         args, kwargs = _as_call(example) or ((), {})
         return _cut_watched(Subject(model, args, kwargs), num_stages, split, weighed)
     raise PartitionError(
         "A model is one of these: an nn.Sequential, a list of pp modules, a model of transformers, any module with example "
-        "arguments of its forward in example, or a callable build(stage: StageInfo) -> nn.Module, run in the stage, which makes "
-        f"each one: found {type(model).__name__}. Change model, or pass example."
+        "arguments of its forward in example, or a callable build(stage: StageInfo) -> nn.Module, run in the stage, "
+        f"which makes each one: found {type(model).__name__}. Change model, or pass example."
     )
 
 
@@ -99,18 +99,17 @@ def _as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
 
 def _cut_watched(subject: Subject, num_stages: int, split: object, balance: Balance) -> tuple[StagePiece, ...]:
     """Cut a model along its blocks: the members of its lists, then those of the lists in them, then any modules in it."""
-    _refuse_hooks(subject.model)
+    _refuse_replaced(subject.model)
     tried: list[str] = []
-    ways = [
-        ("the members of its ModuleLists", listed_blocks(subject.model)),
-        ("the members of the ModuleLists in them", listed_blocks(subject.model, 1)),
-        ("its modules", nested_blocks(subject.model, num_stages)),
-    ]
+    listed = listed_blocks(subject.model)
+    ways = [("members of its ModuleLists", listed), ("members of the ModuleLists in those", listed_blocks(subject.model, 1))]
+    if not listed:
+        ways = [("modules in it", nested_blocks(subject.model, num_stages))]
     most = 0
     for way, blocks in ways:
         if not blocks:
-            tried.append(f"{way}: none")
             continue
+        _refuse_hooks(subject.model, blocks)
         try:
             seen = watch(subject, blocks)
         except Exception as error:
@@ -122,14 +121,14 @@ def _cut_watched(subject: Subject, num_stages: int, split: object, balance: Bala
         if len(seen.units) >= num_stages:
             return cut_replay(subject, seen, num_stages, split, balance)
         most = max(most, len(seen.units))
-        tried.append(f"{way}: {len(seen.units)}")
+        tried.append(f"{len(seen.units)} calls of {way}")
     raise PartitionError(
-        f"Every stage needs at least one of the model's {subject.word}: found at most {most} {subject.word} for {num_stages} "
-        f"stages in {type(subject.model).__name__} ({'; '.join(tried)}). Change pp to {max(most, 1)} or less."
+        f"Every stage needs at least one of the model's {subject.word}: found at most {most} {subject.word} for "
+        f"{num_stages} stages in {type(subject.model).__name__} ({', '.join(tried) or 'no modules in it'}). Change pp to {max(most, 1)} or less."
     )
 
 
-def _refuse_hooks(model: nn.Module) -> None:
+def _refuse_replaced(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if "forward" in vars(module):
             raise PartitionError(
@@ -137,12 +136,19 @@ def _refuse_hooks(model: nn.Module) -> None:
                 f"was replaced on {name or type(model).__name__!r}, as device_map, offloading and use_kernels do. Load the "
                 "model without, or pass build(stage) as model."
             )
-    hooks = (*model._forward_hooks.values(), *model._forward_pre_hooks.values())  # pyright: ignore[reportPrivateUsage]
-    if any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks):
-        raise PartitionError(
-            f"No stage has the whole model, so what belongs to the whole alone would be lost: found a forward hook on "
-            f"{type(model).__name__}. Move it into a module in it, or pass build(stage) as model, which makes each stage."
-        )
+
+
+def _refuse_hooks(model: nn.Module, blocks: Sequence[str]) -> None:
+    """No stage has the whole of what holds the blocks, so a hook there would see only a part, or never be called."""
+    for name, module in model.named_modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())  # pyright: ignore[reportPrivateUsage]
+        own = any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
+        if own and any(block.startswith(f"{name}.") or not name for block in blocks):
+            raise PartitionError(
+                f"No stage has the whole model, so what belongs to the whole alone would be lost: found a forward hook on "
+                f"{type(model).__name__}{name and f', on {name!r}'}. Move it into a module that isn't cut, or pass "
+                "build(stage) as model, which makes each stage."
+            )
 
 
 def _stages_in(split: Any, num_stages: int) -> Any:

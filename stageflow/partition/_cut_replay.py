@@ -3,7 +3,8 @@
 Rules of this file:
 
 * What a stage needs is read off one forward on the meta device (`_dry_run.py`); what it then does is in `_replay.py`.
-* The pieces are tried in sequence on the meta device before anything is started: a model that can't be cut so is refused here.
+* The pieces are tried in sequence on the meta device before anything is started: a model that can't be cut so
+  is refused here.
 * A module that several stages need is in each of them; a tensor that modules share is shared in each stage that has both.
 """
 
@@ -16,14 +17,14 @@ from typing import Any, cast
 
 import attrs
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch import nn
 
 from stageflow.errors import PartitionError
-from stageflow.partition._dry_run import DryRun, Source, dry_run, leaves_of, on_meta, to_meta
+from stageflow.partition._dry_run import DryRun, Source, dry_run
 from stageflow.partition._pieces import StagePiece, Unit
 from stageflow.partition._replay import PLACEHOLDERS, Absent, Block, Progress, ReplayStage
 from stageflow.partition._sizes import Balance, sizes_of
+from stageflow.partition._tensors import leaves_of, on_meta, structure_of, to_meta
 
 __all__ = ["Subject", "cut_replay", "watch"]
 
@@ -150,7 +151,8 @@ class _Needs:
         blocks = {unit.name for unit in self._seen.units}
         found: dict[str, bool] = {}
         first = True
-        for name, module in self._subject.model.named_modules():
+        modules: list[tuple[str, nn.Module]] = [*self._subject.model.named_modules()]
+        for name, module in modules:
             inside = any(name == one or name.startswith(f"{one}.") for one in (*blocks, *glue, *found))
             outside = name == "" or any(one.startswith(f"{name}.") for one in (*blocks, *glue))
             first = first and name not in blocks
@@ -204,9 +206,9 @@ class _Needs:
         return ReplayStage(
             excerpt,
             progress,
-            self._subject.refused,
-            self._subject.fixed,
-            frozenset() if self.is_last else self.unneeded_inputs(),
+            refused=self._subject.refused,
+            fixed=self._subject.fixed,
+            shapes_only=frozenset() if self.is_last else self.unneeded_inputs(),
         )
 
     def _stand_ins(self) -> dict[int, int]:
@@ -216,7 +218,7 @@ class _Needs:
             mine = units[index]
             for other in sorted(self.received):
                 theirs = units[other]
-                alike = tree_flatten(mine.form)[1] == tree_flatten(theirs.form)[1] and mine.shapes == theirs.shapes
+                alike = structure_of(mine.form)[0] == structure_of(theirs.form)[0] and mine.shapes == theirs.shapes
                 if other > index and alike and mine.name.rpartition(".")[0] == theirs.name.rpartition(".")[0]:
                     found[index] = other
                     break
@@ -232,7 +234,7 @@ class _Needs:
 
 def _shell(module: nn.Module, memo: dict[int, Any], *, deep: bool) -> nn.Module:
     """A module of the same class with nothing in it: for models that ask an absent module what it is, and has."""
-    shell = cast("nn.Module", type(module).__new__(type(module)))
+    shell = type(module).__new__(type(module))
     nn.Module.__init__(shell)
     shell.training = module.training
     for name, value in vars(module).items():
@@ -282,8 +284,8 @@ def _try_out(subject: Subject, seen: DryRun, stages: Sequence[_Needs], *, deep: 
                 value = stage(*args, **kwargs) if not index else stage(*value)
         except Exception as error:
             raise PartitionError(
-                f"Each stage runs the model's own forward with the modules of other stages absent: found that stage {index} of "
-                f"a {type(subject.model).__name__} can't, {type(error).__name__}: {error}. Change split, or pass "
+                f"Each stage runs the model's own forward with the modules of other stages absent: found that stage {index} "
+                f"of a {type(subject.model).__name__} can't, {type(error).__name__}: {error}. Change split, or pass "
                 "build(stage) or a list of pp modules as model.",
                 stage_index=index,
             ) from error
@@ -296,4 +298,4 @@ def _try_out(subject: Subject, seen: DryRun, stages: Sequence[_Needs], *, deep: 
 
 
 def _shapes(value: Any) -> str:
-    return ", ".join(str(tuple(tensor.shape)) for tensor in leaves_of(value) if isinstance(tensor, Tensor))
+    return ", ".join(str(tuple(tensor.shape)) for tensor in leaves_of(value))

@@ -13,18 +13,18 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["DryRun", "Recorded", "UnitCall", "Work", "dry_run", "leaves_of", "on_meta", "to_meta"]
+from stageflow.partition._tensors import leaves_of, map_tensors
+
+__all__ = ["DryRun", "Recorded", "Source", "UnitCall", "Work", "dry_run"]
 
 Source = tuple[str, Any]
 """Where a value comes from: ``("unit", 3)``, ``("module", "model.embed_tokens")``, ``("input", 0)``."""
@@ -94,31 +94,6 @@ class DryRun:
     result: Any
 
 
-def leaves_of(value: Any) -> list[Tensor]:
-    """All tensors in it, also those in a dataclass, in order."""
-    found: list[Tensor] = []
-    for leaf in cast("list[Any]", tree_flatten(value)[0]):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif attrs.has(type(leaf)) or hasattr(leaf, "__dataclass_fields__"):
-            found += leaves_of(list(vars(leaf).values()))
-    return found
-
-
-def to_meta(value: Any) -> Any:
-    """The same, with tensors on the meta device."""
-    return tree_map(lambda leaf: leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf, value)
-
-
-def on_meta(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers have no values."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        bare = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare
-    return copy.deepcopy(model, memo)
-
-
 def dry_run(
     model: nn.Module, blocks: Iterable[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, count_flops: bool = True
 ) -> DryRun:
@@ -152,6 +127,10 @@ def dry_run(
     )
 
 
+def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [*model.named_modules()]
+
+
 class _Watch(TorchDispatchMode):
     """Follows every tensor, and counts."""
 
@@ -168,7 +147,7 @@ class _Watch(TorchDispatchMode):
         self._count_flops = count_flops
         self._blocks = frozenset(blocks)
         self._owners: dict[int, list[str]] = {}
-        for name, module in model.named_modules():
+        for name, module in _named(model):
             if not self._in_block(name):
                 for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                     self._owners.setdefault(id(tensor), []).append(name)
@@ -239,10 +218,10 @@ class _Watch(TorchDispatchMode):
     # ---- modules --------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> Generator[None]:
         """See every call of the model's modules."""
         undo: list[Callable[[], None]] = []
-        for name, module in self._model.named_modules():
+        for name, module in _named(self._model):
             if name in self._blocks:
                 before = module.register_forward_pre_hook(self._enter_unit(name), prepend=True, with_kwargs=True)
                 after = module.register_forward_hook(self._leave_unit(), with_kwargs=True)
@@ -303,7 +282,7 @@ class _Watch(TorchDispatchMode):
             if name is None or self._model.get_submodule(name) is not module:
                 return
             index, tensors = len(self.units), leaves_of(output)
-            form = tree_map(lambda leaf: None if isinstance(leaf, Tensor) else leaf, output)
+            form = map_tensors(lambda _tensor: None, output)
             nbytes = sum(tensor.nbytes for tensor in tensors)
             self.units.append(
                 UnitCall(name, self.sources(self._given), form, nbytes, tuple(one.shape for one in tensors), self._work)

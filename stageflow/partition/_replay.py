@@ -18,7 +18,9 @@ from typing import Any, NoReturn, cast
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
+
+from stageflow.partition._tensors import map_tensors, structure_of, to_meta
 
 __all__ = ["PLACEHOLDERS", "Absent", "Block", "Progress", "ReplayStage"]
 
@@ -62,7 +64,7 @@ class Progress:
 
 
 def _copy(value: Any) -> Any:
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+    return map_tensors(torch.clone, value)
 
 
 @attrs.frozen
@@ -75,18 +77,14 @@ class _Shape:
 
 def _bare(value: Any) -> Any:
     """Floating-point tensors replaced; others are small, and models look into them."""
-    return tree_map(
-        lambda leaf: (
-            _Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else cast("Any", leaf)
-        ),
-        value,
-    )
+    return map_tensors(lambda tensor: _Shape(tensor.shape, tensor.dtype) if tensor.is_floating_point() else tensor, value)
 
 
 def _filled(value: Any, device: torch.device) -> Any:
-    return tree_map(
-        lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, _Shape) else leaf, value
-    )
+    def fill(leaf: Any) -> Any:
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, _Shape) else leaf
+
+    return tree_map(fill, value)
 
 
 class Absent:
@@ -101,18 +99,22 @@ class Absent:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module is called."""
-        leaves: list[Any] = tree_flatten([args, kwargs])[0]
+        leaves = structure_of([args, kwargs])[1]
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-        key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf)) for leaf in leaves)
+        key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
         form = self._seen.get(key)
         if form is None:
-            bare_args, bare_kwargs = tree_map(
-                lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs)
-            )
+            bare_args, bare_kwargs = to_meta((args, kwargs))
             form = self._bare(*bare_args, **bare_kwargs)
             if len(self._seen) < _SHAPES_REMEMBERED:
                 self._seen[key] = form
-        return tree_map(lambda leaf: torch.zeros_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf, form)
+        return map_tensors(lambda tensor: torch.zeros_like(tensor, device=device), form)
+
+    def follow(self, fn: Any) -> None:
+        """Take on the dtype that ``fn`` gives to the stage's tensors."""
+        self._seen.clear()
+        for tensor in (*self._bare.parameters(), *self._bare.buffers()):
+            tensor.data = torch.empty_like(tensor, dtype=fn(torch.zeros((), dtype=tensor.dtype)).dtype)
 
 
 class Block:
@@ -121,7 +123,7 @@ class Block:
     def __init__(self, progress: Progress, module: nn.Module, absent: Absent | None) -> None:
         self._progress = progress
         self._module = module
-        self._absent = absent
+        self.absent = absent
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the block is called."""
@@ -136,8 +138,8 @@ class Block:
                 return _copy(output) if progress.fresh else output
             if (other := progress.stand_in.get(unit)) is not None:
                 return progress.outputs[other]
-            assert self._absent is not None
-            return self._absent(*args, **kwargs)
+            assert self.absent is not None
+            return self.absent(*args, **kwargs)
         progress.inside = True
         try:
             output = own(self._module, *args, **kwargs)
@@ -191,6 +193,11 @@ class ReplayStage(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> ReplayStage:
         super()._apply(fn, recurse)
         self._place(fn)
+        for module in self.modules():
+            forward: Any = vars(module).get("forward")
+            absent = forward.absent if isinstance(forward, Block) else forward
+            if isinstance(absent, Absent):
+                absent.follow(fn)
         return self
 
     def _place(self, fn: Any) -> None:
@@ -204,13 +211,13 @@ class ReplayStage(nn.Module):
         """Run the units of this stage. See the class."""
         progress = self._progress
         if not self._is_placed:
-            device = self._device()
-            self._place(lambda tensor: tensor.to(device))
+            self._place(self._onto_device)
         received: dict[int, Any] = {}
         args, kwargs = given, extra
         if progress.start:
             received, args, kwargs = given
-            args, kwargs = self._merge(*_filled((args, kwargs), self._device()), extra)
+            args, kwargs = _filled((args, kwargs), self._device())
+            args, kwargs = self._merge(args, kwargs, extra)
         args, kwargs = self._allowed(args, kwargs)
         progress.begin(received)
         try:
@@ -237,7 +244,12 @@ class ReplayStage(nn.Module):
     def _device(self) -> torch.device:
         return next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device("cpu"))
 
-    def _merge(self, args: tuple[Any, ...], kwargs: dict[str, Any], extra: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _onto_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device())
+
+    def _merge(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], extra: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         names = [name for name, _ in zip(self._signature.parameters, args, strict=False)] if extra else []
         args = tuple(extra.pop(name) if name in extra else arg for name, arg in zip(names, args, strict=False)) or args
         return args, {**kwargs, **extra}

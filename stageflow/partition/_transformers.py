@@ -71,9 +71,10 @@ def _example_of(model: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
     name = model.main_input_name
     if name == "pixel_values":
         vision = getattr(config, "vision_config", config)
-        size = getattr(vision, "image_size", None) or 224
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        shape = (_BATCH, getattr(vision, "num_channels", 3), height, width)
+        size: Any = getattr(vision, "image_size", None) or 224
+        sides: Any = (size, size) if isinstance(size, int) else size
+        height, width = map(int, sides)
+        shape = (_BATCH, int(getattr(vision, "num_channels", 3)), height, width)
         made: dict[str, Any] = {name: torch.zeros(shape, dtype=dtype, device=device)}
     elif name == "input_features":
         frames = 2 * getattr(config, "max_source_positions", 1500)

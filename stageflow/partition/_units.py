@@ -2,8 +2,8 @@
 
 Rules of this file:
 
-* The members of the model's ``ModuleList``s, if most of its weight is there: a model with a list of layers is cut between
-  them. Otherwise its modules, from the outermost inwards, until none is too large for an even cut.
+* The members of the model's ``ModuleList``s: a model with lists of layers is cut between them. Without, its modules, from
+  the outermost inwards, until none is too large for an even cut.
 """
 
 from __future__ import annotations
@@ -40,11 +40,7 @@ def listed_blocks(model: nn.Module, depth: int = 0) -> list[str]:
     look(model, "", 0)
     sizes = [_nbytes(modules) for _, modules in found]
     whole = max(_nbytes(model), 1)
-    kept = [
-        (path, modules)
-        for (path, modules), size in zip(found, sizes, strict=True)
-        if size >= _SMALLEST_SHARE * whole or size == max(sizes)
-    ]
+    kept = [(path, modules) for (path, modules), size in zip(found, sizes, strict=True) if size >= _SMALLEST_SHARE * whole]
     return [f"{path}.{name}" for path, modules in kept for name, _ in modules.named_children()]
 
 
