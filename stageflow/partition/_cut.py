@@ -24,6 +24,7 @@ from stageflow.partition._cut_replay import Subject, cut_replay, watch
 from stageflow.partition._pieces import StagePiece, Unit, refuse_altered
 from stageflow.partition._sizes import Balance, sizes_of
 from stageflow.partition._split import Split
+from stageflow.partition._tensors import modules_of
 from stageflow.partition._transformers import is_transformers_model, subject_of
 from stageflow.partition._units import listed_blocks, nested_blocks
 
@@ -122,14 +123,15 @@ def _cut_watched(subject: Subject, num_stages: int, split: object, balance: Bala
             return cut_replay(subject, seen, num_stages, split, balance)
         most = max(most, len(seen.units))
         tried.append(f"{len(seen.units)} calls of {way}")
+    found = ", ".join(tried) or "no modules in it"
     raise PartitionError(
         f"Every stage needs at least one of the model's {subject.word}: found at most {most} {subject.word} for "
-        f"{num_stages} stages in {type(subject.model).__name__} ({', '.join(tried) or 'no modules in it'}). Change pp to {max(most, 1)} or less."
+        f"{num_stages} stages in {type(subject.model).__name__} ({found}). Change pp to {max(most, 1)} or less."
     )
 
 
 def _refuse_replaced(model: nn.Module) -> None:
-    for name, module in model.named_modules():
+    for name, module in modules_of(model):
         if "forward" in vars(module):
             raise PartitionError(
                 f"A stage gets copies of the model's modules, not of functions that are bound to them: found a forward that "
@@ -140,8 +142,8 @@ def _refuse_replaced(model: nn.Module) -> None:
 
 def _refuse_hooks(model: nn.Module, blocks: Sequence[str]) -> None:
     """No stage has the whole of what holds the blocks, so a hook there would see only a part, or never be called."""
-    for name, module in model.named_modules():
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())  # pyright: ignore[reportPrivateUsage]
+    for name, module in modules_of(model):
+        hooks: list[Any] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]  # pyright: ignore[reportPrivateUsage]
         own = any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
         if own and any(block.startswith(f"{name}.") or not name for block in blocks):
             raise PartitionError(

@@ -24,7 +24,7 @@ from stageflow.partition._dry_run import DryRun, Source, dry_run
 from stageflow.partition._pieces import StagePiece, Unit
 from stageflow.partition._replay import PLACEHOLDERS, Absent, Block, Progress, ReplayStage
 from stageflow.partition._sizes import Balance, sizes_of
-from stageflow.partition._tensors import leaves_of, on_meta, structure_of, to_meta
+from stageflow.partition._tensors import leaves_of, modules_of, on_meta, structure_of, to_meta
 
 __all__ = ["Subject", "cut_replay", "watch"]
 
@@ -151,8 +151,7 @@ class _Needs:
         blocks = {unit.name for unit in self._seen.units}
         found: dict[str, bool] = {}
         first = True
-        modules: list[tuple[str, nn.Module]] = [*self._subject.model.named_modules()]
-        for name, module in modules:
+        for name, module in modules_of(self._subject.model):
             inside = any(name == one or name.startswith(f"{one}.") for one in (*blocks, *glue, *found))
             outside = name == "" or any(one.startswith(f"{name}.") for one in (*blocks, *glue))
             first = first and name not in blocks

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from stageflow.partition._tensors import leaves_of, map_tensors
+from stageflow.partition._tensors import leaves_of, map_tensors, modules_of
 
 __all__ = ["DryRun", "Recorded", "Source", "UnitCall", "Work", "dry_run"]
 
@@ -127,10 +127,6 @@ def dry_run(
     )
 
 
-def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [*model.named_modules()]
-
-
 class _Watch(TorchDispatchMode):
     """Follows every tensor, and counts."""
 
@@ -147,7 +143,7 @@ class _Watch(TorchDispatchMode):
         self._count_flops = count_flops
         self._blocks = frozenset(blocks)
         self._owners: dict[int, list[str]] = {}
-        for name, module in _named(model):
+        for name, module in modules_of(model):
             if not self._in_block(name):
                 for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                     self._owners.setdefault(id(tensor), []).append(name)
@@ -221,7 +217,7 @@ class _Watch(TorchDispatchMode):
     def watching(self) -> Generator[None]:
         """See every call of the model's modules."""
         undo: list[Callable[[], None]] = []
-        for name, module in _named(self._model):
+        for name, module in modules_of(self._model):
             if name in self._blocks:
                 before = module.register_forward_pre_hook(self._enter_unit(name), prepend=True, with_kwargs=True)
                 after = module.register_forward_hook(self._leave_unit(), with_kwargs=True)

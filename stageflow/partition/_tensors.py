@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["leaves_of", "map_tensors", "on_meta", "structure_of", "to_meta"]
+__all__ = ["leaves_of", "map_tensors", "modules_of", "on_meta", "structure_of", "to_meta"]
 
 
 def leaves_of(value: Any) -> list[Tensor]:
@@ -37,6 +37,11 @@ def structure_of(value: Any) -> tuple[Any, list[Any]]:
     """How it is built, and its leaves."""
     leaves, structure = tree_flatten(value)
     return structure, leaves
+
+
+def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """All modules in it, with their names."""
+    return [*model.named_modules()]
 
 
 def to_meta(value: Any) -> Any:
