@@ -72,6 +72,8 @@ class Scene:
             [nn.Identity() for _ in range(3)],
             3,
             split="auto",
+            balance="parameters",
+            example=None,
             window=None,
             devices="cpu",
             backend="auto",

@@ -9,7 +9,9 @@ The rooms:
     _dry_run.py   one forward on the meta device: which blocks are called, and what each needs
     _units.py     which modules are the blocks
     _replay.py    what runs in a stage: the model's own forward, with the modules of other stages absent
-    _cut_replay.py    such stages, made
+    _needs.py     what each such stage is made of, in names and numbers
+    _excerpt.py   such a stage, made from the model
+    _cut_replay.py    a model cut so, and tried out
     _transformers.py  what is known of transformers' models
     _cut.py       which way a model is cut; Sequentials, lists and build functions
 """

@@ -20,7 +20,8 @@ from torch import nn
 
 from stageflow._frames import StageInfo
 from stageflow.errors import PartitionError
-from stageflow.partition._cut_replay import Subject, cut_replay, watch
+from stageflow.partition._cut_replay import Cut, cut_replay, watch
+from stageflow.partition._needs import Subject
 from stageflow.partition._pieces import StagePiece, Unit, refuse_altered
 from stageflow.partition._sizes import Balance, sizes_of
 from stageflow.partition._split import Split
@@ -72,12 +73,12 @@ def cut(
         _refuse_split(split, "a callable build(stage)")
         return (StagePiece(target=model, module_names=(), unpack=True),) * num_stages
     if is_transformers_model(model):
-        return _cut_watched(subject_of(model, _as_call(example)), num_stages, split, weighed)
+        return _pieces(subject_of(model, _as_call(example)), num_stages, split, weighed)
     if num_stages == 1 and example is None:  # there is nothing to cut
         return _take_modules([model], 1, split)
     if isinstance(model, nn.Module) and example is not None:
         args, kwargs = _as_call(example) or ((), {})
-        return _cut_watched(Subject(model, args, kwargs), num_stages, split, weighed)
+        return _pieces(Subject(model, args, kwargs), num_stages, split, weighed)
     raise PartitionError(
         "A model is one of these: an nn.Sequential, a list of pp modules, a model of transformers, any module with example "
         "arguments of its forward in example, or a callable build(stage: StageInfo) -> nn.Module, run in the stage, "
@@ -98,7 +99,11 @@ def _as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     return (example,), {}
 
 
-def _cut_watched(subject: Subject, num_stages: int, split: object, balance: Balance) -> tuple[StagePiece, ...]:
+def _pieces(subject: Subject, num_stages: int, split: object, balance: Balance) -> tuple[StagePiece, ...]:
+    return tuple(one.piece_of(subject.model) for one in _cut_watched(subject, num_stages, split, balance))
+
+
+def _cut_watched(subject: Subject, num_stages: int, split: object, balance: Balance) -> list[Cut]:
     """Cut a model along its blocks: the members of its lists, then those of the lists in them, then any modules in it."""
     _refuse_replaced(subject.model)
     tried: list[str] = []

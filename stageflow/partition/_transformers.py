@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from stageflow.errors import PartitionError
-from stageflow.partition._cut_replay import Subject
+from stageflow.partition._needs import Subject
 
 __all__ = ["is_transformers_model", "subject_of"]
 
