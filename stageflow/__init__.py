@@ -26,13 +26,14 @@ from stageflow.errors import (
     StageStalled,
 )
 from stageflow.observe import StageStatistics, Statistics
-from stageflow.partition import Balance
+from stageflow.partition import Balance, Checkpoint
 from stageflow.stage import Stage
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Balance",
+    "Checkpoint",
     "LaunchError",
     "PartitionError",
     "Pipeline",

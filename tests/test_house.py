@@ -145,6 +145,7 @@ def test_a_module_is_short(module: Path) -> None:
 
 PUBLIC = [
     "Balance",
+    "Checkpoint",
     "LaunchError",
     "PartitionError",
     "Pipeline",

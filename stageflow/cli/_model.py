@@ -3,20 +3,15 @@
 Rules of this file:
 
 * Nothing is downloaded. What is missing is said in one sentence, with the command that brings it.
-* transformers is imported here alone, silently: it may print a lot that is nobody's business.
+* transformers is imported silently: it may print a lot that is nobody's business.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import importlib
 import importlib.util
-import io
 import os
-import warnings
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +20,7 @@ import torch
 from torch import Tensor
 
 from stageflow.cli._ends import Refused
+from stageflow.partition import reading_gguf_once, silence
 
 __all__ = ["LanguageModel", "load_model"]
 
@@ -90,7 +86,7 @@ def load_model(path: str | None) -> LanguageModel:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and forked processes don't go together
     extra = {"gguf_file": files.gguf} if files.gguf else {}
     try:
-        with _silence(), _reading_gguf_once() if files.gguf else contextlib.nullcontext():
+        with silence(), reading_gguf_once() if files.gguf else contextlib.nullcontext():
             transformers: Any = importlib.import_module("transformers")
             transformers.logging.set_verbosity_error()
             transformers.logging.disable_progress_bar()
@@ -135,30 +131,3 @@ def find_model(path: str | None) -> ModelFiles:
 def _need(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise Refused(f"a language model needs {package}, which isn't installed: {INSTALL_EXTRA}")
-
-
-@contextlib.contextmanager
-def _silence() -> Generator[None]:
-    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextlib.contextmanager
-def _reading_gguf_once() -> Generator[None]:
-    """Make transformers load a GGUF file in half the time: 6 s rather than 15 for SmolLM2.
-
-    It reads the whole file three times, for tokenizer, config and weights, makes the table of names once for each module,
-    and all that is so many small objects that the garbage collector has a third as much to do as the rest.
-    """
-    gguf: Any = importlib.import_module("gguf")
-    slow = gguf.GGUFReader, gguf.get_tensor_name_map
-    gguf.GGUFReader, gguf.get_tensor_name_map = map(functools.cache, slow)
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = slow
-        if collecting:
-            gc.enable()

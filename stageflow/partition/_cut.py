@@ -11,15 +11,18 @@ Rules of this directory:
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Literal, cast
 
+import attrs
 from torch import nn
 
 from stageflow._frames import StageInfo
 from stageflow.errors import PartitionError
+from stageflow.partition._checkpoint import Checkpoint, Filler
 from stageflow.partition._cut_replay import Cut, cut_replay, watch
 from stageflow.partition._needs import Subject
 from stageflow.partition._pieces import StagePiece, Unit, refuse_altered
@@ -33,7 +36,7 @@ __all__ = ["cut"]
 
 
 def cut(
-    model: nn.Module | Sequence[nn.Module] | Callable[[StageInfo], nn.Module],
+    model: nn.Module | Sequence[nn.Module] | Checkpoint | Callable[[StageInfo], nn.Module],
     num_stages: int,
     split: Split | Callable[[StageInfo], nn.Module] = "auto",
     balance: Balance | Literal["parameters"] | Sequence[float] = "parameters",
@@ -65,6 +68,8 @@ def cut(
     weighed = Balance.of(balance)
     if stages := _stages_in(split, num_stages):
         model, split = stages, "auto"
+    if isinstance(model, Checkpoint):
+        return _cut_checkpoint(model, num_stages, split, weighed, example)
     if isinstance(model, nn.Sequential):
         return _cut_sequential(model, num_stages, split, weighed)
     if isinstance(model, (list, tuple)):
@@ -84,6 +89,20 @@ def cut(
         "arguments of its forward in example, or a callable build(stage: StageInfo) -> nn.Module, run in the stage, "
         f"which makes each one: found {type(model).__name__}. Change model, or pass example."
     )
+
+
+def _cut_checkpoint(
+    checkpoint: Checkpoint, num_stages: int, split: Any, balance: Balance, example: Any
+) -> tuple[StagePiece, ...]:
+    """The pieces of a model that is on the disk: each as what loads it."""
+    skeleton = checkpoint.skeleton()
+    if checkpoint.build is None:
+        cuts = _cut_watched(subject_of(skeleton, _as_call(example)), num_stages, split, balance)
+        targets = [checkpoint.target(skeleton, one.needs, deep=one.deep) for one in cuts]
+        return tuple(StagePiece(target, one.module_names, unpack=True) for target, one in zip(targets, cuts, strict=True))
+    pieces = cut(skeleton, num_stages, split, balance, example)
+    path, dtype = os.fspath(checkpoint.path), checkpoint.dtype
+    return tuple(attrs.evolve(one, target=Filler(cast("nn.Module", one.target), path, dtype)) for one in pieces)
 
 
 def _as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

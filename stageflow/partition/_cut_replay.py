@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stageflow.errors import PartitionError
 from stageflow.partition._dry_run import DryRun, dry_run
@@ -25,7 +25,7 @@ from stageflow.partition._excerpt import excerpt
 from stageflow.partition._needs import Needs, Subject, needs_of
 from stageflow.partition._pieces import StagePiece, Unit
 from stageflow.partition._sizes import Balance, sizes_of
-from stageflow.partition._tensors import leaves_of, on_meta, to_meta
+from stageflow.partition._tensors import Answering, leaves_of, map_tensors, on_meta, to_meta
 
 __all__ = ["Cut", "cut_replay", "watch"]
 
@@ -50,13 +50,33 @@ def watch(subject: Subject, blocks: Sequence[str], *, count_flops: bool = False)
         Exception: neither is possible: what the forward on the meta device raised.
     """
     kwargs = {**subject.kwargs, **subject.fixed}
-    try:
-        return dry_run(on_meta(subject.model), blocks, to_meta(subject.args), to_meta(kwargs), count_flops=count_flops)
-    except Exception:
-        if any(tensor.is_meta for tensor in subject.model.parameters()):
-            raise
-        memo: dict[int, Any] = {id(tensor): tensor for tensor in (*subject.model.parameters(), *subject.model.buffers())}
-        return dry_run(copy.deepcopy(subject.model, memo), blocks, subject.args, kwargs, count_flops=count_flops)
+    reason: Exception | None = None
+    for half in (False, True):
+        try:
+            bare, args, more = _bare(subject, half=half)
+            seen = dry_run(bare, blocks, args, {**more, **subject.fixed}, count_flops=count_flops)
+            return attrs.evolve(seen, half=half)
+        except Exception as error:
+            reason = reason or error
+    assert reason is not None
+    if any(tensor.is_meta for tensor in subject.model.parameters()):
+        raise reason
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*subject.model.parameters(), *subject.model.buffers())}
+    return dry_run(copy.deepcopy(subject.model, memo), blocks, subject.args, kwargs, count_flops=count_flops)
+
+
+def _bare(subject: Subject, *, half: bool) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """The model and its example arguments on the meta device."""
+
+    def halved(tensor: Tensor) -> Tensor:
+        return tensor.bfloat16() if half and tensor.is_floating_point() else tensor
+
+    bare = on_meta(subject.model)
+    return (
+        bare.bfloat16() if half else bare,
+        map_tensors(halved, to_meta(subject.args)),
+        map_tensors(halved, to_meta(subject.kwargs)),
+    )
 
 
 def units_of(model: nn.Module, seen: DryRun) -> list[Unit]:
@@ -105,12 +125,11 @@ def _try_out(subject: Subject, seen: DryRun, stages: Sequence[Needs], *, deep: b
     """Run the pieces one after the other without computing anything."""
     if any(not tensor.is_meta for tensor in leaves_of(seen.result)):
         return  # it can't be run on the meta device
-    bare = on_meta(subject.model)
-    args, kwargs = to_meta(subject.args), to_meta(subject.kwargs)
+    bare, args, kwargs = _bare(subject, half=seen.half)
     value: Any = None
     for index, needs in enumerate(stages):
         try:
-            with torch.no_grad():
+            with torch.no_grad(), Answering():
                 stage = excerpt(bare, needs, deep=deep)
                 value = stage(*args, **kwargs) if not index else stage(*value)
         except Exception as error:

@@ -19,7 +19,7 @@ from stageflow.partition._needs import Needs
 from stageflow.partition._replay import PLACEHOLDERS, Absent, Block, Progress, ReplayStage
 from stageflow.partition._tensors import on_meta
 
-__all__ = ["excerpt"]
+__all__ = ["excerpt", "retire"]
 
 
 def excerpt(model: nn.Module, needs: Needs, *, deep: bool) -> ReplayStage:
@@ -54,6 +54,16 @@ def excerpt(model: nn.Module, needs: Needs, *, deep: bool) -> ReplayStage:
             module.forward = absent[id(original)]
     _drop_recorders(copied)
     return ReplayStage(copied, progress, refused=needs.refused, fixed=needs.fixed, shapes_only=needs.shapes_only)
+
+
+def retire(stage: ReplayStage, name: str, *, called: bool) -> None:
+    """Make a module of the glue absent after all, whose tensors were needed while others were loaded."""
+    parent, _, child = name.rpartition(".")
+    module = stage.get_submodule(name)
+    shell = _shell(module, {}, deep=True)
+    if called:
+        shell.forward = Absent(on_meta(module))
+    stage.get_submodule(parent).add_module(child, shell)
 
 
 def _shell(module: nn.Module, memo: dict[int, Any], *, deep: bool) -> nn.Module:

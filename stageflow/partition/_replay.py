@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from stageflow.partition._tensors import map_tensors, structure_of, to_meta
+from stageflow.partition._tensors import Answering, map_tensors, structure_of, to_meta
 
 __all__ = ["PLACEHOLDERS", "Absent", "Block", "Progress", "ReplayStage"]
 
@@ -105,7 +105,8 @@ class Absent:
         form = self._seen.get(key)
         if form is None:
             bare_args, bare_kwargs = to_meta((args, kwargs))
-            form = self._bare(*bare_args, **bare_kwargs)
+            with Answering():
+                form = self._bare(*bare_args, **bare_kwargs)
             if len(self._seen) < _SHAPES_REMEMBERED:
                 self._seen[key] = form
         return map_tensors(lambda tensor: torch.zeros_like(tensor, device=device), form)
@@ -176,13 +177,21 @@ class ReplayStage(nn.Module):
         """
         super().__init__()
         self.training = model.training
+        self.adopt(model)
+        self._progress = progress
+        self._is_placed = False
+        self._refused, self._fixed, self._shapes_only = dict(refused), dict(fixed), shapes_only
+
+    def excerpt_(self) -> nn.Module:
+        """The model that it runs. (The name is none that a module of the model has.)"""
+        return self._of[0]
+
+    def adopt(self, model: nn.Module) -> None:
+        """Make it a stage of this excerpt."""
         # Its children and tensors are this module's own, so they have their own names; itself is no child.
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers  # pyright: ignore[reportPrivateUsage]
         self._non_persistent_buffers_set = model._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
         self._of = (model,)
-        self._progress = progress
-        self._is_placed = False
-        self._refused, self._fixed, self._shapes_only = dict(refused), dict(fixed), shapes_only
 
     def train(self, mode: bool = True) -> ReplayStage:
         """Set the mode of everything in it."""

@@ -6,10 +6,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["leaves_of", "map_tensors", "modules_of", "on_meta", "structure_of", "to_meta"]
+__all__ = ["Answering", "answer_of", "leaves_of", "map_tensors", "modules_of", "on_meta", "structure_of", "to_meta"]
 
 
 def leaves_of(value: Any) -> list[Tensor]:
@@ -47,6 +49,24 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def to_meta(value: Any) -> Any:
     """The same, with tensors on the meta device."""
     return map_tensors(lambda tensor: tensor.detach().to("meta"), value)
+
+
+class Answering(TorchDispatchMode):
+    """Lets a forward on the meta device ask for a value: the answer is yes, or one.
+
+    What models ask there is whether a mask hides nothing, or positions are those of plain sequences, to leave work out.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        answer = answer_of(func, args)
+        return func(*args, **(kwargs or {})) if answer is None else answer
+
+
+def answer_of(func: Any, args: tuple[Any, ...]) -> Any:
+    """The value of a single number on the meta device, if that is what is asked for; else None."""
+    if func is not torch.ops.aten._local_scalar_dense.default or not args[0].is_meta:
+        return None
+    return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
 
 
 def on_meta(model: nn.Module) -> nn.Module:
