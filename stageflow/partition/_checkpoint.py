@@ -162,6 +162,10 @@ def reading_gguf_once() -> Generator[None]:
             gc.enable()
 
 
+_OWN = ("_modules", "_parameters", "_buffers", "_is_hf_initialized")
+"""What a model takes over from its excerpt."""
+
+
 # ---- in a stage ---------------------------------------------------------------------------------------------------------
 
 
@@ -194,7 +198,8 @@ class Loader:
             family.__init__(self_, *args, **kwargs)
             made.append(excerpt(self_, needs, deep=self.deep))
             of = made[0].excerpt_()
-            vars(self_).update(_modules=of._modules, _parameters=of._parameters, _buffers=of._buffers)
+            _leave_alone(of, needs)
+            vars(self_).update({name: vars(of)[name] for name in _OWN if name in vars(of)})
             kept = {name for name, _ in of.named_parameters(remove_duplicate=False)}
             tied: dict[str, str] = getattr(self_, "all_tied_weights_keys", None) or {}
             self_.all_tied_weights_keys = {one: other for one, other in tied.items() if {one, other} <= kept}
@@ -224,11 +229,25 @@ class Loader:
         found: dict[str, None] = {}
         for target, source in self.tied.items():
             if self._is_here(target) and not self._is_here(source):
-                found.update((name, None) for name in self.needs.glue if source.startswith(f"{name}."))
+                found.update(
+                    (name, None) for name in (*self.needs.glue, *self.needs.uncalled) if source.startswith(f"{name}.")
+                )
         return list(found)
 
     def _is_here(self, parameter: str) -> bool:
         return any(parameter.startswith(f"{name}.") or parameter == name for name in self.needs.present)
+
+
+def _leave_alone(model: nn.Module, needs: Needs) -> None:
+    """Keep transformers from initialising modules whose parts are absent, which it does by looking into these parts.
+
+    One with buffers of its own is left to it: these are in no file.
+    """
+    for name in needs.absent():
+        for end in [0, *(place for place, letter in enumerate(name) if letter == ".")]:
+            module = model.get_submodule(name[:end]) if end else model
+            if not module._buffers:  # pyright: ignore[reportPrivateUsage]
+                vars(module)["_is_hf_initialized"] = True
 
 
 @attrs.frozen

@@ -41,9 +41,9 @@ def excerpt(model: nn.Module, needs: Needs, *, deep: bool) -> ReplayStage:
     )
     kept = {id(module) for name in needs.present for module in model.get_submodule(name).modules()}
     absent = {id(one): Absent(on_meta(one)) for one in map(model.get_submodule, needs.for_shape)}
-    for name in (*needs.blocks, *needs.glue, *needs.uncalled):
+    for name in needs.absent():
         module = model.get_submodule(name)
-        if name not in needs.present and id(module) not in memo and id(module) not in kept:
+        if id(module) not in memo and id(module) not in kept:
             memo[id(module)] = _shell(module, memo, deep=deep or name not in needs.blocks)
     copied = copy.deepcopy(model, memo)
     for name in (*needs.blocks, *needs.glue):

@@ -63,6 +63,10 @@ class Needs:
     shapes_only: frozenset[str]
     """Arguments of which later stages need at most the shape."""
 
+    def absent(self) -> list[str]:
+        """Modules that aren't here."""
+        return [name for name in (*self.blocks, *self.glue, *self.uncalled) if name not in self.present]
+
 
 def needs_of(subject: Subject, seen: DryRun, start: int, end: int) -> Needs:
     """Of the stage that runs the units from ``start`` to before ``end``."""
