@@ -30,6 +30,10 @@ def made(animal: Animal) -> nn.Module:
         return animal.make().eval()
 
 
+def nbytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("animal", ZOO, ids=lambda animal: animal.name)
 def test_stages_give_what_the_whole_gives(animal: Animal) -> None:
     model = made(animal)
@@ -42,6 +46,7 @@ def test_stages_give_what_the_whole_gives(animal: Animal) -> None:
         keys = {key for piece in pieces for key in piece.target.state_dict()}
         assert keys == set(model.state_dict())
         assert all(piece.module_names for piece in pieces)
+        assert all(nbytes(piece.target) < nbytes(model) for piece in pieces)
         pieces = cloudpickle.loads(cloudpickle.dumps(pieces))
         with torch.inference_mode():
             value = pieces[0].target(**animal.inputs)

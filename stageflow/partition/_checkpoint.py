@@ -32,7 +32,7 @@ from stageflow.errors import PartitionError
 from stageflow.partition._excerpt import excerpt, retire
 from stageflow.partition._needs import Needs
 
-__all__ = ["Checkpoint", "Filler", "Loader", "reading_gguf_once", "silence"]
+__all__ = ["Checkpoint", "Filler", "Loader", "aliases_of", "reading_gguf_once", "silence"]
 
 
 @attrs.frozen
@@ -257,6 +257,8 @@ class Filler:
     piece: nn.Module
     path: str
     dtype: torch.dtype | Literal["auto"]
+    aliases: dict[str, list[str]]
+    """All names of tensors that the whole model has under several: files have one of them."""
 
     def __call__(self, _info: StageInfo) -> nn.Module:
         """Load it."""
@@ -269,13 +271,14 @@ class Filler:
             for name, tensor in _tensors_of(self.piece):
                 if id(tensor) in read:
                     continue
-                if name not in files:
+                key = next((one for one in self.aliases.get(name, [name]) if one in files), None)
+                if key is None:
                     missing.append(name)
                     continue
-                file = files[name]
+                file = files[key]
                 if file not in opened:
                     opened[file] = stack.enter_context(safetensors.safe_open(file, "pt"))
-                found: Tensor = opened[file].get_tensor(name)
+                found: Tensor = opened[file].get_tensor(key)
                 if found.shape != tensor.shape:
                     raise ValueError(
                         f"A weight in the files has the shape of its parameter: found {tuple(found.shape)} for {name} of "
@@ -284,14 +287,24 @@ class Filler:
                 if found.is_floating_point() and self.dtype != "auto":
                     found = found.to(self.dtype)
                 read[id(tensor)] = nn.Parameter(found, requires_grad=False) if isinstance(tensor, nn.Parameter) else found
-        if lost := [name for name in missing if id(dict(_tensors_of(self.piece))[name]) not in read]:
-            raise ValueError(f"A stage's weights are all in the files: found none for {', '.join(lost[:5])} in {self.path}")
+        if missing:
+            raise ValueError(
+                f"A stage's weights are all in the files: found none for {', '.join(missing[:5])} in {self.path}"
+            )
         for module in self.piece.modules():
             for held in (module._parameters, module._buffers):  # pyright: ignore[reportPrivateUsage]
                 for name, tensor in held.items():
                     if tensor is not None and id(tensor) in read:
                         held[name] = read[id(tensor)]
         return self.piece
+
+
+def aliases_of(module: nn.Module) -> dict[str, list[str]]:
+    """Of each tensor that has several names, these, by each of them."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in _tensors_of(module):
+        names.setdefault(id(tensor), []).append(name)
+    return {name: group for group in names.values() if len(group) > 1 for name in group}
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:

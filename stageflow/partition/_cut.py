@@ -22,7 +22,7 @@ from torch import nn
 
 from stageflow._frames import StageInfo
 from stageflow.errors import PartitionError
-from stageflow.partition._checkpoint import Checkpoint, Filler
+from stageflow.partition._checkpoint import Checkpoint, Filler, aliases_of
 from stageflow.partition._cut_replay import Cut, cut_replay, watch
 from stageflow.partition._needs import Subject
 from stageflow.partition._pieces import StagePiece, Unit, refuse_altered
@@ -101,8 +101,9 @@ def _cut_checkpoint(
         targets = [checkpoint.target(skeleton, one.needs, deep=one.deep) for one in cuts]
         return tuple(StagePiece(target, one.module_names, unpack=True) for target, one in zip(targets, cuts, strict=True))
     pieces = cut(skeleton, num_stages, split, balance, example)
-    path, dtype = os.fspath(checkpoint.path), checkpoint.dtype
-    return tuple(attrs.evolve(one, target=Filler(cast("nn.Module", one.target), path, dtype)) for one in pieces)
+    path, aliases = os.fspath(checkpoint.path), aliases_of(skeleton)
+    targets = [Filler(cast("nn.Module", one.target), path, checkpoint.dtype, aliases) for one in pieces]
+    return tuple(attrs.evolve(one, target=target) for one, target in zip(pieces, targets, strict=True))
 
 
 def _as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -89,7 +89,8 @@ class _Reader:
             if any(one == name or one.startswith(f"{name}.") for one in modules) or (here and not self._is_source(name)):
                 present.add(name)
         for name, position in seen.used_directly.items():
-            if position < end or is_last:
+            holds_blocks = any(not name or unit.name.startswith(f"{name}.") for unit in seen.units)  # so it is everywhere
+            if not holds_blocks and (position < end or is_last):
                 present.add(self._glue_of(name))
         uncalled = self._uncalled()
         present |= {name for name, first in uncalled.items() if (start == 0 if first else is_last)}
