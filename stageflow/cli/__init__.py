@@ -7,7 +7,9 @@ The rooms:
     _model.py    a language model and its tokenizer, from a package, a directory or a file
     _screen.py   texts that grow, on a terminal and elsewhere
     _demo.py     `stageflow demo`
+    _plan.py     `stageflow plan`
     _bench.py    `stageflow bench pipeline`
+    _bench_cutting.py    `stageflow bench load` and `stageflow bench balance`
 
 Rules of this room:
 
@@ -28,7 +30,7 @@ from collections.abc import Sequence
 import torch
 
 from stageflow import __version__
-from stageflow.cli import _bench, _demo
+from stageflow.cli import _bench, _bench_cutting, _demo, _plan
 from stageflow.cli._ends import ended
 
 __all__ = ["main"]
@@ -54,5 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     bench = commands.add_parser("bench", help="measure").add_subparsers(metavar="WHAT", required=True)
     _demo.add_arguments(commands.add_parser("demo", help=_demo.HELP, description=_demo.HELP))
+    _plan.add_arguments(commands.add_parser("plan", help=_plan.HELP, description=_plan.HELP))
     _bench.add_arguments(bench.add_parser("pipeline", help=_bench.HELP, description=_bench.HELP))
+    _bench_cutting.add_load(bench.add_parser("load", help=_bench_cutting.LOAD, description=_bench_cutting.LOAD))
+    _bench_cutting.add_balance(bench.add_parser("balance", help=_bench_cutting.BALANCE, description=_bench_cutting.BALANCE))
     return parser

@@ -76,7 +76,7 @@ def make_plan(
     for name, seconds in (("start", start_timeout), ("stall", stall_timeout), ("shutdown", shutdown_timeout)):
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"{name}_timeout is in seconds, above 0, math.inf for never: found {seconds!r}")
-    pieces = cut(model, pp, split, balance, example)
+    pieces = cut(model, pp, split, balance, example, choose_threads(threads, pp))
     places = choose_devices(devices, pp)
     infos = tuple(
         StageInfo(stage_index=stage, num_stages=pp, device=places[stage], module_names=pieces[stage].module_names)

@@ -62,7 +62,7 @@ class Pipeline:
         pp: int,
         *,
         split: Split | Callable[[StageInfo], nn.Module] = "auto",
-        balance: Balance | Literal["parameters"] | Sequence[float] = "parameters",
+        balance: Balance | Literal["parameters", "time", "activations"] | Sequence[float] = "parameters",
         example: Any = None,
         window: int | None = None,
         devices: str | torch.device | Sequence[str | torch.device] = "auto",
@@ -93,8 +93,9 @@ class Pipeline:
                 names where stages but the first begin, ``["layers.8", "layers.16"]``, or torch's
                 ``{"layers.8": SplitPoint.BEGINNING}``; the names in each stage, ``[["0", "1"], ["2"]]``; the modules of the
                 model where stages but the first begin. Or the stages themselves: ``pp`` modules, or ``build(stage)``.
-            balance: what ``split="auto"`` makes even: ``"parameters"``, the bytes of each stage; one number for each layer;
-                or a ``Balance``, for devices of unequal speed or memory as well.
+            balance: what ``split="auto"`` makes even: ``"parameters"``, the bytes of each stage; ``"time"``, measured on
+                the example; ``"activations"``, the bytes of tensors made on the way; one number for each layer; or a
+                ``Balance``, for devices of unequal speed or memory as well.
             example: arguments of the model's forward, to see on the meta device what each of its modules needs: a tensor, a
                 tuple of arguments, a dict of keyword arguments, or ``(args, kwargs)``. Only shapes and dtypes matter.
                 Default: for transformers' models, what their config tells.

@@ -13,14 +13,29 @@ The rooms:
     _excerpt.py   such a stage, made from the model
     _cut_replay.py    a model cut so, and tried out
     _transformers.py  what is known of transformers' models
+    _costs.py     what the units cost: measured, or estimated
+    _plan.py      a cut, described
     _checkpoint.py    a model on the disk, each stage loading its own piece
     _cut.py       which way a model is cut; Sequentials, lists and build functions
 """
 
 from stageflow.partition._checkpoint import Checkpoint, reading_gguf_once, silence
+from stageflow.partition._costs import seconds_of_children
 from stageflow.partition._cut import cut
 from stageflow.partition._pieces import StagePiece
+from stageflow.partition._plan import PlannedStage, plan
 from stageflow.partition._sizes import Balance
 from stageflow.partition._split import Split
 
-__all__ = ["Balance", "Checkpoint", "Split", "StagePiece", "cut", "reading_gguf_once", "silence"]
+__all__ = [
+    "Balance",
+    "Checkpoint",
+    "PlannedStage",
+    "Split",
+    "StagePiece",
+    "cut",
+    "plan",
+    "reading_gguf_once",
+    "seconds_of_children",
+    "silence",
+]

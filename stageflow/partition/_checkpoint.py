@@ -76,7 +76,7 @@ class Checkpoint:
         )
 
     def skeleton(self) -> nn.Module:
-        """The model on the meta device."""
+        """The model on the meta device. Of transformers, a config alone will do: ``path`` may be a ``.json`` file."""
         if self.build is not None:
             with torch.device("meta"):
                 module = self.build()
@@ -85,7 +85,8 @@ class Checkpoint:
 
     def config(self) -> Any:
         """The config, of transformers' own class."""
-        directory, gguf = self.files()
+        alone = Path(self.path).expanduser()
+        directory, gguf = (alone, None) if alone.suffix == ".json" and alone.is_file() else self.files()
         transformers = _transformers("transformers", *(["gguf"] if gguf else []))
         extra = {"gguf_file": gguf} if gguf else {}
         try:

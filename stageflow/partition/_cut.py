@@ -23,7 +23,7 @@ from torch import nn
 from stageflow._frames import StageInfo
 from stageflow.errors import PartitionError
 from stageflow.partition._checkpoint import Checkpoint, Filler, aliases_of
-from stageflow.partition._cut_replay import Cut, cut_replay, watch
+from stageflow.partition._cut_replay import Cut, cut_replay, watch, weights_of
 from stageflow.partition._needs import Subject
 from stageflow.partition._pieces import StagePiece, Unit, refuse_altered
 from stageflow.partition._sizes import Balance, sizes_of
@@ -32,15 +32,16 @@ from stageflow.partition._tensors import modules_of
 from stageflow.partition._transformers import is_transformers_model, subject_of
 from stageflow.partition._units import listed_blocks, nested_blocks
 
-__all__ = ["cut"]
+__all__ = ["cut", "cut_subject"]
 
 
 def cut(
     model: nn.Module | Sequence[nn.Module] | Checkpoint | Callable[[StageInfo], nn.Module],
     num_stages: int,
     split: Split | Callable[[StageInfo], nn.Module] = "auto",
-    balance: Balance | Literal["parameters"] | Sequence[float] = "parameters",
+    balance: Balance | Literal["parameters", "time", "activations"] | Sequence[float] = "parameters",
     example: Any = None,
+    threads: int | None = None,
 ) -> tuple[StagePiece, ...]:
     """Cut a model into consecutive stages.
 
@@ -56,6 +57,7 @@ def cut(
         balance: of ``"auto"``.
         example: arguments of the model's forward: a tensor, a tuple of arguments, a dict of keyword arguments, or
             ``(args, kwargs)``. Values don't matter, only shapes and dtypes.
+        threads: torch threads of a stage, for measurements. Default: those of this process.
 
     Returns:
         One piece for each stage, in order.
@@ -69,21 +71,21 @@ def cut(
     if stages := _stages_in(split, num_stages):
         model, split = stages, "auto"
     if isinstance(model, Checkpoint):
-        return _cut_checkpoint(model, num_stages, split, weighed, example)
+        return _cut_checkpoint(model, num_stages, split, weighed, example, threads)
     if isinstance(model, nn.Sequential):
-        return _cut_sequential(model, num_stages, split, weighed)
+        return _cut_sequential(model, num_stages, split, weighed, example, threads)
     if isinstance(model, (list, tuple)):
         return _take_modules(cast("Sequence[object]", model), num_stages, split)
     if callable(model) and not isinstance(model, nn.Module):
         _refuse_split(split, "a callable build(stage)")
         return (StagePiece(target=model, module_names=(), unpack=True),) * num_stages
     if is_transformers_model(model):
-        return _pieces(subject_of(model, _as_call(example)), num_stages, split, weighed)
+        return _pieces(subject_of(model, _as_call(example)), num_stages, split, weighed, threads)
     if num_stages == 1 and example is None:  # there is nothing to cut
         return _take_modules([model], 1, split)
     if isinstance(model, nn.Module) and example is not None:
         args, kwargs = _as_call(example) or ((), {})
-        return _pieces(Subject(model, args, kwargs), num_stages, split, weighed)
+        return _pieces(Subject(model, args, kwargs), num_stages, split, weighed, threads)
     raise PartitionError(
         "A model is one of these: an nn.Sequential, a list of pp modules, a model of transformers, any module with example "
         "arguments of its forward in example, or a callable build(stage: StageInfo) -> nn.Module, run in the stage, "
@@ -92,15 +94,15 @@ def cut(
 
 
 def _cut_checkpoint(
-    checkpoint: Checkpoint, num_stages: int, split: Any, balance: Balance, example: Any
+    checkpoint: Checkpoint, num_stages: int, split: Any, balance: Balance, example: Any, threads: int | None
 ) -> tuple[StagePiece, ...]:
     """The pieces of a model that is on the disk: each as what loads it."""
     skeleton = checkpoint.skeleton()
     if checkpoint.build is None:
-        cuts = _cut_watched(subject_of(skeleton, _as_call(example)), num_stages, split, balance)
+        cuts = cut_subject(subject_of(skeleton, _as_call(example)), num_stages, split, balance, threads)
         targets = [checkpoint.target(skeleton, one.needs, deep=one.deep) for one in cuts]
         return tuple(StagePiece(target, one.module_names, unpack=True) for target, one in zip(targets, cuts, strict=True))
-    pieces = cut(skeleton, num_stages, split, balance, example)
+    pieces = cut(skeleton, num_stages, split, balance, example, threads)
     path, aliases = os.fspath(checkpoint.path), aliases_of(skeleton)
     targets = [Filler(cast("nn.Module", one.target), path, checkpoint.dtype, aliases) for one in pieces]
     return tuple(attrs.evolve(one, target=target) for one, target in zip(pieces, targets, strict=True))
@@ -119,11 +121,13 @@ def _as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     return (example,), {}
 
 
-def _pieces(subject: Subject, num_stages: int, split: object, balance: Balance) -> tuple[StagePiece, ...]:
-    return tuple(one.piece_of(subject.model) for one in _cut_watched(subject, num_stages, split, balance))
+def _pieces(
+    subject: Subject, num_stages: int, split: object, balance: Balance, threads: int | None
+) -> tuple[StagePiece, ...]:
+    return tuple(one.piece_of(subject.model) for one in cut_subject(subject, num_stages, split, balance, threads))
 
 
-def _cut_watched(subject: Subject, num_stages: int, split: object, balance: Balance) -> list[Cut]:
+def cut_subject(subject: Subject, num_stages: int, split: object, balance: Balance, threads: int | None = None) -> list[Cut]:
     """Cut a model along its blocks: the members of its lists, then those of the lists in them, then any modules in it."""
     _refuse_replaced(subject.model)
     tried: list[str] = []
@@ -145,7 +149,7 @@ def _cut_watched(subject: Subject, num_stages: int, split: object, balance: Bala
                 "modules as model."
             ) from error
         if len(seen.units) >= num_stages:
-            return cut_replay(subject, seen, num_stages, split, balance)
+            return cut_replay(subject, seen, num_stages, split, balance, threads)
         most = max(most, len(seen.units))
         tried.append(f"{len(seen.units)} calls of {way}")
     found = ", ".join(tried) or "no modules in it"
@@ -188,7 +192,9 @@ def _stages_in(split: Any, num_stages: int) -> Any:
     return None
 
 
-def _cut_sequential(model: nn.Sequential, num_stages: int, split: object, balance: Balance) -> tuple[StagePiece, ...]:
+def _cut_sequential(
+    model: nn.Sequential, num_stages: int, split: object, balance: Balance, example: Any, threads: int | None
+) -> tuple[StagePiece, ...]:
     if type(model).forward is not nn.Sequential.forward:
         raise PartitionError(
             "An nn.Sequential is cut between its children, which are called one after the other: found "
@@ -203,7 +209,14 @@ def _cut_sequential(model: nn.Sequential, num_stages: int, split: object, balanc
             f"An nn.Sequential is cut between its children: found none in {type(model).__name__}. Change model."
         )
     pieces: list[StagePiece] = []
-    sizes = sizes_of([Unit(name, ((name, child),)) for name, child in children], num_stages, split, "children", balance)
+    units = [Unit(name, ((name, child),)) for name, child in children]
+
+    def weigh(by: str) -> list[float]:
+        subject = Subject(model, *(_as_call(example) or ((), {})))
+        blocks = [name for name, _ in children]
+        return weights_of(by, subject, watch(subject, blocks), units, threads)
+
+    sizes = sizes_of(units, num_stages, split, "children", balance, None if example is None else weigh)
     for start, end in pairwise(accumulate(sizes, initial=0)):
         part = OrderedDict(children[start:end])
         target = nn.Sequential(part)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from stageflow.errors import PartitionError
+from stageflow.partition._costs import Rates, calibrated, estimated_seconds, measured_seconds, works_of
 from stageflow.partition._dry_run import DryRun, dry_run
 from stageflow.partition._excerpt import excerpt
 from stageflow.partition._needs import Needs, Subject, needs_of
@@ -27,7 +28,22 @@ from stageflow.partition._pieces import StagePiece, Unit
 from stageflow.partition._sizes import Balance, sizes_of
 from stageflow.partition._tensors import Answering, leaves_of, map_tensors, on_meta, to_meta
 
-__all__ = ["Cut", "cut_replay", "watch"]
+__all__ = ["Cut", "cut_replay", "units_of", "watch", "weights_of"]
+
+
+def weights_of(
+    by: str, subject: Subject, seen: DryRun, units: Sequence[Unit], threads: int | None, rates: Rates | None = None
+) -> list[float]:
+    """What each unit weighs by ``"time"`` or ``"activations"``."""
+    if by == "activations":
+        return [float(work.activations) for work in works_of(seen)]
+    if rates is None and all(
+        tensor.device.type == "cpu" for tensor in (*subject.model.parameters(), *subject.model.buffers())
+    ):
+        return measured_seconds(subject, [unit.name for unit in units], threads)
+    seen = watch(subject, [unit.name for unit in units], count_flops=True)
+    dtype = next((one.dtype for one in subject.model.parameters() if one.is_floating_point()), torch.float32)
+    return estimated_seconds(seen, units, rates or calibrated(dtype, threads))
 
 
 @attrs.frozen
@@ -96,14 +112,20 @@ def units_of(model: nn.Module, seen: DryRun) -> list[Unit]:
     return [Unit(unit.name, tuple(part)) for unit, part in zip(seen.units, parts, strict=True)]
 
 
-def cut_replay(subject: Subject, seen: DryRun, num_stages: int, split: object, balance: Balance) -> list[Cut]:
+def cut_replay(
+    subject: Subject, seen: DryRun, num_stages: int, split: object, balance: Balance, threads: int | None = None
+) -> list[Cut]:
     """Cut a model between its units.
 
     Raises:
         PartitionError: into so many stages it can't be cut, or not in this way.
     """
     units = units_of(subject.model, seen)
-    edges = list(pairwise(accumulate(sizes_of(units, num_stages, split, subject.word, balance), initial=0)))
+
+    def weigh(by: str) -> list[float]:
+        return weights_of(by, subject, seen, units, threads)
+
+    edges = list(pairwise(accumulate(sizes_of(units, num_stages, split, subject.word, balance, weigh), initial=0)))
     stages = [needs_of(subject, seen, start, end) for start, end in edges]
     deep = False
     try:

@@ -10,7 +10,7 @@ Rules of this file:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import attrs
@@ -20,7 +20,11 @@ from stageflow.partition._balance import balance as cut_chain
 from stageflow.partition._pieces import Unit
 from stageflow.partition._split import counts_of
 
-__all__ = ["Balance", "sizes_of"]
+__all__ = ["Balance", "Watched", "sizes_of"]
+
+
+Watched = Callable[[str], Sequence[float]]
+"""Gives ``"time"`` or ``"activations"`` of each unit."""
 
 
 @attrs.frozen
@@ -33,9 +37,11 @@ class Balance:
     method is the dynamic program for chain partitioning (Bokhari, IEEE Trans. Computers 37(1), 1988).
     """
 
-    by: Literal["parameters"] | Sequence[float] = "parameters"
+    by: Literal["parameters", "time", "activations"] | Sequence[float] = "parameters"
     """What a unit weighs: ``"parameters"``, the bytes of its parameters and buffers, those that it shares with another unit
-    of the same stage counted once; or one number of at least 0 for each unit, in the order of the model."""
+    of the same stage counted once; ``"time"``, what it takes for the example, measured here with a stage's threads where the
+    model lies on the CPU, else estimated from its operations and bytes; ``"activations"``, the bytes of all tensors made on
+    the way; or one number of at least 0 for each unit, in the order of the model."""
     speeds: Sequence[float] | None = None
     """How fast each stage's device is, one number above 0 for each stage, in any unit: a stage of speed 2 gets twice the
     weight of one of speed 1. Default: all are equally fast."""
@@ -48,7 +54,9 @@ class Balance:
         return said if isinstance(said, Balance) else Balance(by=cast("Any", said))
 
 
-def sizes_of(units: Sequence[Unit], num_stages: int, split: object, word: str, balance: Balance) -> list[int]:
+def sizes_of(
+    units: Sequence[Unit], num_stages: int, split: object, word: str, balance: Balance, watched: Watched | None = None
+) -> list[int]:
     """Number of units of each stage.
 
     Args:
@@ -57,6 +65,7 @@ def sizes_of(units: Sequence[Unit], num_stages: int, split: object, word: str, b
         split: as the caller gave it.
         word: what a unit is, for messages: ``"layers"``.
         balance: used if ``split`` is ``"auto"``.
+        watched: what tells time and activations of the units on an example.
 
     Raises:
         PartitionError: there are too few units, or ``split`` or ``balance`` doesn't fit them.
@@ -69,7 +78,7 @@ def sizes_of(units: Sequence[Unit], num_stages: int, split: object, word: str, b
     if not isinstance(split, str) or split != "auto":
         return counts_of(split, units, num_stages, word)
     nbytes, shared = _bytes_of(units)
-    costs = _costs(balance.by, units, nbytes, word)
+    costs = _costs(balance.by, units, nbytes, word, watched)
     speeds = _per_stage("speeds", balance.speeds, num_stages)
     limits = _per_stage("memory", balance.memory, num_stages)
     by_bytes = costs is nbytes
@@ -86,14 +95,21 @@ def sizes_of(units: Sequence[Unit], num_stages: int, split: object, word: str, b
     return sizes
 
 
-def _costs(by: object, units: Sequence[Unit], nbytes: list[int], word: str) -> Sequence[float]:
+def _costs(by: object, units: Sequence[Unit], nbytes: list[int], word: str, watched: Watched | None) -> Sequence[float]:
     if isinstance(by, str) and by == "parameters":
         return nbytes
+    if isinstance(by, str) and by in ("time", "activations"):
+        if watched is None:
+            raise PartitionError(
+                f"To balance by {by}, the model is run on an example: found none. Give example, arguments of its "
+                "forward, or change balance."
+            )
+        return watched(by)
     weights = _numbers(by)
     if weights is None or min(weights, default=0) < 0:
         raise PartitionError(
-            f'balance is "parameters", one number of at least 0 for each of the model\'s {word}, or a Balance: found '
-            f"{by!r:.100}. Change balance."
+            f'balance is "parameters", "time", "activations", one number of at least 0 for each of the '
+            f"model's {word}, or a Balance: found {by!r:.100}. Change balance."
         )
     if len(weights) != len(units):
         raise PartitionError(

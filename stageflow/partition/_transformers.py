@@ -31,6 +31,7 @@ _REFUSED = {
     "output_attentions": _ELSEWHERE,
 }
 _BATCH, _LENGTH = 2, 8
+"""Of the example, where nobody says."""
 
 
 def is_transformers_model(model: object) -> bool:
@@ -39,7 +40,12 @@ def is_transformers_model(model: object) -> bool:
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
-def subject_of(model: Any, example: tuple[tuple[Any, ...], dict[str, Any]] | None) -> Subject:
+def subject_of(
+    model: Any,
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    batch: int = _BATCH,
+    length: int = _LENGTH,
+) -> Subject:
     """The model with an example call: the given one, or one that its config tells.
 
     Raises:
@@ -51,7 +57,7 @@ def subject_of(model: Any, example: tuple[tuple[Any, ...], dict[str, Any]] | Non
                 f"A pipeline returns what its last stage has: found {name} in the model's config. Set it to False there."
             )
     parameters = inspect.signature(model.forward).parameters
-    args, kwargs = example if example is not None else ((), _example_of(model, parameters))
+    args, kwargs = example if example is not None else ((), _example_of(model, parameters, batch, length))
     fixed = {"use_cache": False} if "use_cache" in parameters else {}
     return Subject(
         model,
@@ -63,24 +69,24 @@ def subject_of(model: Any, example: tuple[tuple[Any, ...], dict[str, Any]] | Non
     )
 
 
-def _example_of(model: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _example_of(model: Any, parameters: Mapping[str, Any], batch: int, length: int) -> dict[str, Any]:
     config = model.config
     dtype = next((p.dtype for p in cast("nn.Module", model).parameters() if p.is_floating_point()), torch.float32)
     device = next((p.device for p in cast("nn.Module", model).parameters()), torch.device("cpu"))
-    ids = torch.ones(_BATCH, _LENGTH, dtype=torch.long, device=device)
+    ids = torch.ones(batch, length, dtype=torch.long, device=device)
     name = model.main_input_name
     if name == "pixel_values":
         vision = getattr(config, "vision_config", config)
         size: Any = getattr(vision, "image_size", None) or 224
         sides: Any = (size, size) if isinstance(size, int) else size
         height, width = map(int, sides)
-        shape = (_BATCH, int(getattr(vision, "num_channels", 3)), height, width)
+        shape = (batch, int(getattr(vision, "num_channels", 3)), height, width)
         made: dict[str, Any] = {name: torch.zeros(shape, dtype=dtype, device=device)}
     elif name == "input_features":
         frames = 2 * getattr(config, "max_source_positions", 1500)
-        made = {name: torch.zeros(_BATCH, getattr(config, "num_mel_bins", 80), frames, dtype=dtype, device=device)}
+        made = {name: torch.zeros(batch, getattr(config, "num_mel_bins", 80), frames, dtype=dtype, device=device)}
     elif name == "input_values":
-        made = {name: torch.zeros(_BATCH, 16000, dtype=dtype, device=device)}
+        made = {name: torch.zeros(batch, 16000, dtype=dtype, device=device)}
     else:
         made = {name: ids}
     if "input_ids" in parameters and name != "input_ids" and not getattr(config, "is_encoder_decoder", False):

@@ -38,7 +38,7 @@ def launch_in_memory(
     pp: int,
     *,
     split: Split | Callable[[StageInfo], nn.Module] = "auto",
-    balance: Balance | Literal["parameters"] | Sequence[float] = "parameters",
+    balance: Balance | Literal["parameters", "time", "activations"] | Sequence[float] = "parameters",
     example: Any = None,
     window: int | None = None,
     devices: Any = None,
