@@ -92,6 +92,7 @@ async def _load(directory: str, pp: int) -> dict[str, Any]:
     async with Pipeline.launch(Checkpoint(directory), pp=pp, devices="cpu") as pipe:
         seconds = time.perf_counter() - start
         peak = _status("VmHWM")
+        await pipe(input_ids=torch.ones(1, 8, dtype=torch.long))  # files are mapped: a weight comes in when it is used
         peaks = await pipe.call(_peak_of)
         stages = [(stage.bytes, peak) for stage, peak in zip(pipe.stages, peaks, strict=True)]
     return {"seconds": seconds, "controller_peak": peak, "controller_above_start": peak - before, "stages": stages}
@@ -145,10 +146,11 @@ def _run_balance(arguments: argparse.Namespace) -> int:
     if splits["time"] == splits["parameters"]:
         raise Refused("on this machine both balances are the same")
     units = seconds_of_children(model, x, threads=1)
-    slowest = {
-        by: max(sum(units[start:end]) for start, end in pairwise(accumulate(split, initial=0)))
-        for by, split in splits.items()
-    }
+    slowest: dict[str, float] = {}
+    bound: dict[str, float] = {}
+    for by, split in splits.items():
+        slowest[by] = max(sum(units[start:end]) for start, end in pairwise(accumulate(split, initial=0)))
+        bound[by] = sum(units) + (arguments.n - 1) * slowest[by]  # n micro-batches can't be faster
     seconds = trio.run(_measure, model, x, splits, arguments.n, arguments.repeat)
     pairs = [one / other for one, other in zip(seconds["parameters"], seconds["time"], strict=True)]
     predicted, measured = bound["parameters"] / bound["time"], statistics.median(pairs)
