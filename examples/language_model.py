@@ -1,6 +1,6 @@
 """A real language model: SmolLM2-135M over two stages continues three prompts at once, greedily.
 
-Any causal LM of transformers' Llama kind is cut like this one. Each prompt is a task, each of its tokens a micro-batch:
+Any causal LM of transformers is cut like this one. Each prompt is a task, each of its tokens a micro-batch:
 while one prompt is in the second stage, another is in the first.
 """
 

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "when-a-stage-dies.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = DOCS / "when-a-stage-dies.md"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -16,18 +17,18 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
 
 
-def read(name: str) -> list[list[str]]:
+def read(name: str, page: Path = PAGE) -> list[list[str]]:
     """The rows of a table, with its head; none if it has not been written."""
-    found = re.search(rf"<!-- {name}: .*? -->\n(.*?)<!-- end of {name} -->", PAGE.read_text(), re.DOTALL)
+    found = re.search(rf"<!-- {name}: .*? -->\n(.*?)<!-- end of {name} -->", page.read_text(), re.DOTALL)
     if not found:
-        sys.exit(f"{PAGE} has no place for {name}")
+        sys.exit(f"{page} has no place for {name}")
     lines = [line for line in found[1].splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:1] + lines[2:]]
 
 
-def write(name: str, table: str) -> None:
+def write(name: str, table: str, page: Path = PAGE) -> None:
     """Put a table in its place."""
-    read(name)
+    read(name, page)
     pattern = rf"(<!-- {name}: .*? -->\n).*?(<!-- end of {name} -->)"
-    text = re.sub(pattern, lambda found: f"{found[1]}\n{table}\n\n{found[2]}", PAGE.read_text(), flags=re.DOTALL)
-    PAGE.write_text(text)
+    text = re.sub(pattern, lambda found: f"{found[1]}\n{table}\n\n{found[2]}", page.read_text(), flags=re.DOTALL)
+    page.write_text(text)

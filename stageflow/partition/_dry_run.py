@@ -85,6 +85,8 @@ class DryRun:
     """Of the glue before each unit, and after the last."""
     used_directly: dict[str, int]
     """Modules whose tensors were used from outside their own forward: each with the number of units called before."""
+    written: frozenset[str]
+    """Modules that change a buffer of theirs."""
     in_place: bool
     """Whether the glue changes what a unit returned."""
     called: frozenset[str]
@@ -122,6 +124,7 @@ def dry_run(
         glue=watch.glue,
         work_between=watch.work_between,
         used_directly=watch.used_directly,
+        written=frozenset(watch.written),
         in_place=watch.in_place,
         called=frozenset(watch.called),
         calls=watch.calls,
@@ -140,6 +143,8 @@ class _Watch(TorchDispatchMode):
         self.work_between = [Work()]
         self.used_directly: dict[str, int] = {}
         self.in_place = False
+        self.written: set[str] = set()
+        self._buffer_of = {id(one): name for name, module in modules_of(model) for one in module.buffers(recurse=False)}
         self.called: set[str] = set()
         self._model = model
         self._count_flops = count_flops
@@ -186,6 +191,8 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if (answer := answer_of(func, args)) is not None:
             return answer
+        if func._schema.is_mutable and args and id(args[0]) in self._buffer_of:
+            self.written.add(self._buffer_of[id(args[0])])
         output = func(*args, **kwargs)
         made = leaves_of(output)
         if self._in_unit is None:
