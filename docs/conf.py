@@ -26,6 +26,7 @@ napoleon_numpy_docstring = False
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|trio|tricycle|transformers|cloudpickle|attrs?)\..+"),
     (r"py:.*", r"(collections|contextlib|multiprocessing|os|pathlib|types|typing)\..+"),
+    (r"py:.*", r"nn\.Module"),  # torch, under the name that everybody gives it
 ]
 
 html_theme = "furo"
