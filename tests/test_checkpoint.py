@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +186,44 @@ async def test_a_pipeline_of_a_checkpoint(tmp_path: Path) -> None:
             for piece in cut(Checkpoint(tmp_path), 2)
         ]
     torch.testing.assert_close(result.logits, expected)
+
+
+SCRIPT = """
+import sys, trio
+from stageflow import Checkpoint, Pipeline
+
+async def main():
+    async with Pipeline.launch(Checkpoint(sys.argv[1]), pp=2):
+        print("launched")
+
+if __name__ == "__main__":
+    trio.run(main)
+"""
+
+
+def test_loading_is_shown_on_a_terminal(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    tmp_path.joinpath("script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
+    ours, theirs = os.openpty()
+    shown = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=100, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    drawn = os.read(ours, 1 << 20).decode()
+    os.close(ours)
+    assert (shown.returncode, shown.stdout) == (0, b"launched\n")
+    assert "loading" in drawn
+    assert "of 2 stages loaded" in drawn
+    quiet = subprocess.run(command, capture_output=True, timeout=100)
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, b"launched\n", b"")
+
+
+def test_what_is_loaded_is_counted(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    for piece in cut(Checkpoint(tmp_path), 2):
+        target: Any = piece.target
+        assert target.loaded_bytes() == 0
+        stage = target(None)
+        assert target.loaded_bytes() == piece.loads == sum(one.nbytes for one in stage.parameters())
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ WORLD: dict[str, list[str]] = {
     "trio": PARENT,
     "tricycle": PARENT,
     "outcome": PARENT,
+    "rich": ["controller", "cli"],
     "setproctitle": ["stage"],
     "transformers": ["llm", "cli"],
     "safetensors": ["llm", "cli"],

@@ -196,6 +196,25 @@ def test_an_example_that_does_not_fit_is_told() -> None:
         cut(model, 2, example=torch.ones(2, 3))
 
 
+def test_a_chain_that_is_too_short_or_more_than_a_chain_is_cut_inside() -> None:
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    class Twice(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(super().forward(input))
+
+    x = torch.randn(3, 4)
+    for model, pp in ((nn.Sequential(block(), block()), 4), (Twice(nn.Linear(4, 4), nn.Linear(4, 4)), 3)):
+        model.eval()
+        pieces = cut(model, pp, example=x)
+        with torch.inference_mode():
+            value = pieces[0].target(x)  # type: ignore[call-arg, arg-type]
+            for piece in pieces[1:]:
+                value = piece.target(*value)  # type: ignore[call-arg, misc]
+            assert torch.equal(value, model(x))
+
+
 # ---- benchmarks ---------------------------------------------------------------------------------------------------------
 
 

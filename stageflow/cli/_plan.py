@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from stageflow.cli._ends import OK, Refused
+from stageflow.cli._model import find_model
 from stageflow.cli._values import as_bytes, as_count, positive, sizes, table
 from stageflow.errors import PartitionError
 from stageflow.partition import Balance, PlannedStage, plan
@@ -25,7 +26,12 @@ _DTYPES: dict[str, Any] = {"auto": "auto", **{name: getattr(torch, name) for nam
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `stageflow plan`."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a directory with a config.json, a config file, or a .gguf file")
+    add(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a directory with a config.json, a config file, or a .gguf file (default: SmolLM2-135M of its package)",
+    )
     add("--pp", type=positive, default=2, metavar="N", help="number of stages (default: 2)")
     add("--split", metavar="WHERE", help="layers of each stage, 8,8,8,6, or names where stages begin, layers.8,layers.16")
     add(
@@ -49,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, and say what came out."""
     pp: int = arguments.pp
+    if arguments.model is None:
+        arguments.model = str(find_model(None).directory)
     devices = (arguments.devices or "").split(",")
     devices = devices * pp if len(devices) == 1 else devices
     if len(devices) != pp:

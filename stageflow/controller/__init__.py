@@ -16,6 +16,7 @@ Roof to ground:
     _interrupts.py   Ctrl-C during the end
     _output.py       what stages print
     _logs.py         what they log
+    _loading.py      the progress bar while they load
     _stalls.py       finding a stage that hangs
     _places.py       devices, backend, threads
 """

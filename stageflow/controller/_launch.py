@@ -30,6 +30,7 @@ from stageflow._frames import StageInfo
 from stageflow._lifecycle import State
 from stageflow.controller._interrupts import is_cancelled, is_interrupt, protected, to_the_end
 from stageflow.controller._ledger import Ledger
+from stageflow.controller._loading import show_loading
 from stageflow.controller._logs import levels
 from stageflow.controller._pipeline import Pipeline, make_pipeline
 from stageflow.controller._places import choose_backend, choose_devices, choose_threads
@@ -85,6 +86,9 @@ def make_plan(
     return Plan(
         infos=infos,
         pieces=list(pieces),
+        loads=tuple(
+            getattr(piece.target, "nbytes", 0) if not isinstance(piece.target, nn.Module) else 0 for piece in pieces
+        ),
         backend=choose_backend(backend, places),
         threads=choose_threads(threads, pp),
         seed=torch.initial_seed() if seed is None else seed,
@@ -343,6 +347,7 @@ async def _become_ready(services: _Services) -> BaseException | None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(unblock)
                 nursery.start_soon(watch_the_clock)
+                nursery.start_soon(show_loading, services.started.ranks, plan.loads, services.board)
                 for rank in services.started.ranks:
                     nursery.start_soon(give, rank)
                 await supervisor.all_ready.wait()

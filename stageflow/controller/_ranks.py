@@ -44,6 +44,8 @@ class Plan:
     """By rank."""
     pieces: list[StagePiece]
     """By stage; empty once they have been handed over, so that the model is only the caller's to keep."""
+    loads: tuple[int, ...]
+    """By stage, the bytes that it reads from files by itself."""
     backend: str
     threads: int
     seed: int

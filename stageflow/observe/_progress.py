@@ -40,6 +40,7 @@ class Activity(IntEnum):
 # The fields of a slot.
 _ACTIVITY, _SEQ, _SINCE, _DONE, _FAILED, _PASSED, _FIRST, _LAST, _SUM = range(9)
 # _SEQ is plus one, so that 0 is none. _FIRST is the start of the first micro-batch, _LAST the end of the newest.
+_LOADED = 15
 # _SUM + activity is the sum of nanoseconds spent in it.
 
 
@@ -56,6 +57,8 @@ class RankProgress:
     """Failures of stages before it that it handed on."""
     first_ns: int
     last_ns: int
+    loaded: int
+    """Bytes of weights that it has read from files, while it is built."""
     spent_ns: dict[Activity, int]
     """Completed stretches of each activity since the first micro-batch, without the current one."""
 
@@ -100,6 +103,7 @@ class ProgressBoard:
             passed=f[_PASSED],
             first_ns=f[_FIRST],
             last_ns=f[_LAST],
+            loaded=f[_LOADED],
             spent_ns={activity: f[_SUM + activity] for activity in Activity},
         )
 
@@ -143,6 +147,10 @@ class ProgressWriter:
         """A micro-batch is through, well or not."""
         self._fields[_FAILED if failed else _DONE] += 1
         self._fields[_LAST] = time.monotonic_ns()
+
+    def loaded(self, nbytes: int) -> None:
+        """So many bytes of weights are there. The one field that another thread may write: no other writes it."""
+        self._fields[_LOADED] = nbytes
 
     def passed(self) -> None:
         """A micro-batch that failed before is handed on."""

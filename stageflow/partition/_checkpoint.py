@@ -103,7 +103,8 @@ class Checkpoint:
         directory, gguf = self.files()
         tied = cast("dict[str, str]", getattr(skeleton, "all_tied_weights_keys", None) or {})
         dtype = next(one.dtype for one in skeleton.parameters())
-        return Loader(str(directory), gguf, type(skeleton).__name__, dtype, needs, deep, tied)
+        held = {id(one): one.nbytes for name in needs.present for one in skeleton.get_submodule(name).parameters()}
+        return Loader(str(directory), gguf, type(skeleton).__name__, dtype, needs, deep, tied, sum(held.values()))
 
 
 def skeleton_of(config: Any, dtype: torch.dtype | Literal["auto"] = "auto") -> nn.Module:
@@ -182,6 +183,15 @@ class Loader:
     deep: bool
     tied: dict[str, str]
     """Names of parameters, each with the one whose value it has."""
+    nbytes: int
+    """Of all that it loads."""
+    _made: list[Any] = attrs.field(factory=list[Any], init=False, eq=False)
+
+    def loaded_bytes(self) -> int:
+        """Bytes that are there by now; may be called from another thread."""
+        if not self._made:
+            return 0
+        return sum(one.nbytes for one in [*self._made[0].parameters()] if not one.is_meta)
 
     def __call__(self, _info: StageInfo) -> nn.Module:
         """Load it."""
@@ -193,7 +203,7 @@ class Loader:
             present=self.needs.present.union(helpers),
             for_shape=tuple(name for name in self.needs.for_shape if name not in helpers),
         )
-        made: list[Any] = []
+        made = self._made
 
         def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
             family.__init__(self_, *args, **kwargs)
@@ -260,12 +270,22 @@ class Filler:
     dtype: torch.dtype | Literal["auto"]
     aliases: dict[str, list[str]]
     """All names of tensors that the whole model has under several: files have one of them."""
+    _read: dict[int, Any] = attrs.field(factory=dict[int, Any], init=False, eq=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that it loads."""
+        return sum({id(tensor): tensor.nbytes for _, tensor in _tensors_of(self.piece)}.values())
+
+    def loaded_bytes(self) -> int:
+        """Bytes that are there by now; may be called from another thread."""
+        return sum(one.nbytes for one in [*self._read.values()])
 
     def __call__(self, _info: StageInfo) -> nn.Module:
         """Load it."""
         files = _keys_of(Path(self.path).expanduser())
         safetensors: Any = importlib.import_module("safetensors")
-        read: dict[int, Any] = {}
+        read = self._read
         missing: list[str] = []
         with contextlib.ExitStack() as stack:
             opened: dict[Path, Any] = {}

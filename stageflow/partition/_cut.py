@@ -72,7 +72,7 @@ def cut(
         model, split = stages, "auto"
     if isinstance(model, Checkpoint):
         return _cut_checkpoint(model, num_stages, split, weighed, example, threads)
-    if isinstance(model, nn.Sequential):
+    if isinstance(model, nn.Sequential) and (example is None or _is_chain(model, num_stages)):
         return _cut_sequential(model, num_stages, split, weighed, example, threads)
     if isinstance(model, (list, tuple)):
         return _take_modules(cast("Sequence[object]", model), num_stages, split)
@@ -101,11 +101,14 @@ def _cut_checkpoint(
     if checkpoint.build is None:
         cuts = cut_subject(subject_of(skeleton, _as_call(example)), num_stages, split, balance, threads)
         targets = [checkpoint.target(skeleton, one.needs, deep=one.deep) for one in cuts]
-        return tuple(StagePiece(target, one.module_names, unpack=True) for target, one in zip(targets, cuts, strict=True))
+        return tuple(
+            StagePiece(target, one.module_names, unpack=True, loads=target.nbytes)
+            for target, one in zip(targets, cuts, strict=True)
+        )
     pieces = cut(skeleton, num_stages, split, balance, example, threads)
     path, aliases = os.fspath(checkpoint.path), aliases_of(skeleton)
     targets = [Filler(cast("nn.Module", one.target), path, checkpoint.dtype, aliases) for one in pieces]
-    return tuple(attrs.evolve(one, target=target) for one, target in zip(pieces, targets, strict=True))
+    return tuple(attrs.evolve(one, target=target, loads=target.nbytes) for one, target in zip(pieces, targets, strict=True))
 
 
 def _as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -190,6 +193,11 @@ def _stages_in(split: Any, num_stages: int) -> Any:
         modules = [one for one in cast("Sequence[object]", split) if isinstance(one, nn.Module)]
         return modules if len(modules) == num_stages == len(cast("Sequence[object]", split)) else None
     return None
+
+
+def _is_chain(model: nn.Sequential, num_stages: int) -> bool:
+    """Whether it is no more than its children one after the other, and they are enough."""
+    return type(model).forward is nn.Sequential.forward and len(model) >= num_stages
 
 
 def _cut_sequential(

@@ -26,6 +26,8 @@ class StagePiece:
     """Fully-qualified names of the unsplit model's modules that live here, in order. Empty where only the stage knows."""
     unpack: bool
     """Whether a plain tuple that the stage before returned becomes this stage's positional arguments."""
+    loads: int = 0
+    """Bytes that the stage reads from files by itself. Its target then counts them in ``loaded_bytes()``."""
 
 
 @attrs.frozen

@@ -11,6 +11,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any, NoReturn, cast
@@ -277,4 +278,10 @@ class ReplayStage(nn.Module):
 
     @property
     def _signature(self) -> inspect.Signature:
-        return inspect.signature(self._of[0].forward)
+        return _signature_of(type(self._of[0]))
+
+
+@functools.cache
+def _signature_of(family: type[nn.Module]) -> inspect.Signature:
+    whole = inspect.signature(family.forward)
+    return whole.replace(parameters=list(whole.parameters.values())[1:])

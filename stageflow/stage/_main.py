@@ -20,7 +20,7 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from multiprocessing.connection import Connection
 
 import attrs
@@ -104,7 +104,7 @@ def main(door: Door) -> None:
 
         try:
             receiver, sender = _join_edges(door, build, progress)
-            stage = _build(door, build, enter)
+            stage = _build(door, build, enter, progress)
             runner = Runner(
                 stage,
                 unpack_tuples=build.unpack,
@@ -189,14 +189,37 @@ def _join_edges(door: Door, build: Build, progress: ProgressWriter) -> tuple[Edg
     return EdgeReceiver(door.header_in, incoming, pin=device.type == "cuda"), EdgeSender(door.header_out, outgoing)
 
 
-def _build(door: Door, build: Build, enter: _Enter) -> Stage:
+def _build(door: Door, build: Build, enter: _Enter, progress: ProgressWriter) -> Stage:
     torch.set_num_threads(build.threads)
     torch.manual_seed(build.seed)
     enter(Event.IMPORT)
     target = put_together(build.skeleton, read_tensors(door.memory, build.specs))
     door.memory.close()
     enter(Event.BUILD)
-    return build_stage(target, attrs.evolve(build.info, pid=os.getpid()))
+    with _telling(getattr(target, "loaded_bytes", None), progress):
+        return build_stage(target, attrs.evolve(build.info, pid=os.getpid()))
+
+
+@contextlib.contextmanager
+def _telling(loaded: Callable[[], int] | None, progress: ProgressWriter) -> Generator[None]:
+    """Meanwhile say, a few times a second, how many bytes have been loaded."""
+    if loaded is None:
+        yield
+        return
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(0.1):
+            progress.loaded(loaded())
+
+    thread = threading.Thread(target=tell, name="stageflow loading", daemon=True)
+    thread.start()
+    try:
+        yield
+        progress.loaded(loaded())
+    finally:
+        ended.set()
+        thread.join()
 
 
 # ---- the loop -----------------------------------------------------------------------------------------------------------
