@@ -86,9 +86,7 @@ def make_plan(
     return Plan(
         infos=infos,
         pieces=list(pieces),
-        loads=tuple(
-            getattr(piece.target, "nbytes", 0) if not isinstance(piece.target, nn.Module) else 0 for piece in pieces
-        ),
+        loads=tuple(piece.loads for piece in pieces),
         backend=choose_backend(backend, places),
         threads=choose_threads(threads, pp),
         seed=torch.initial_seed() if seed is None else seed,

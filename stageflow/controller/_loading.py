@@ -25,15 +25,9 @@ async def show_loading(ranks: Sequence[Rank], loads: Sequence[int], board: Progr
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
-    columns = (
-        TextColumn("loading"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TextColumn("{task.fields[stages]}"),
-    )
     stages = TextColumn("{task.fields[stages]}")
-    with Progress(*columns, stages, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), stages)
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("loading", total=sum(loads), stages="")
         with contextlib.suppress(ValueError):  # the board is closed, so all is over
             while True:
