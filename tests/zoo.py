@@ -287,6 +287,24 @@ class TwoStreams(nn.Module):
         return pair[0] * pair[1]
 
 
+class Asks(nn.Module):
+    """Looks at values to decide what to do: at its input, and at what a block returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 2.0 if x.abs().sum() > 1 else 0.5
+        first = None
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * scale
+            first = x if first is None else first
+            if first.abs().sum() > 1:
+                x = x + 1
+        return x
+
+
 class TiedEnds(nn.Module):
     """A small GPT: the head is the embeddings' matrix, the positions are a parameter of the whole."""
 
@@ -316,6 +334,7 @@ _PLAIN_ONES: list[tuple[str, str, Callable[[], nn.Module], dict[str, Any]]] = [
     ("SkipAndParameters", "a skip, parameters used directly and twice", SkipAndParameters, {**_SQUARE, "scale": 0.5}),
     ("Keywords", "keyword arguments, a dict for a result", Keywords, {**_SQUARE, "bias": torch.ones(16), "twice": True}),
     ("TwoStreams", "two tensors between blocks", TwoStreams, _SQUARE),
+    ("Asks", "decides by values", Asks, _SQUARE),
     ("TiedEnds", "tied ends, positions of the whole", TiedEnds, {"ids": IDS}),
     (
         "nn.Transformer",

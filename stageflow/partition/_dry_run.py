@@ -85,6 +85,9 @@ class DryRun:
     """Of the glue before each unit, and after the last."""
     used_directly: dict[str, int]
     """Modules whose tensors were used from outside their own forward: each with the number of units called before."""
+    asked: list[tuple[int, frozenset[Source]]]
+    """What the glue asked the value of, to decide what to do next, each with the number of units called before: every stage
+    that comes by there has to find the same value."""
     written: frozenset[str]
     """Modules that change a buffer of theirs."""
     in_place: bool
@@ -124,6 +127,7 @@ def dry_run(
         glue=watch.glue,
         work_between=watch.work_between,
         used_directly=watch.used_directly,
+        asked=watch.asked,
         written=frozenset(watch.written),
         in_place=watch.in_place,
         called=frozenset(watch.called),
@@ -144,6 +148,7 @@ class _Watch(TorchDispatchMode):
         self.used_directly: dict[str, int] = {}
         self.in_place = False
         self.written: set[str] = set()
+        self.asked: list[tuple[int, frozenset[Source]]] = []
         self._buffer_of = {id(one): name for name, module in modules_of(model) for one in module.buffers(recurse=False)}
         self.called: set[str] = set()
         self._model = model
@@ -189,6 +194,8 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and self._in_unit is None:
+            self.asked.append((len(self.units), self.sources([args[0]])))
         if (answer := answer_of(func, args)) is not None:
             return answer
         if func._schema.is_mutable and args and id(args[0]) in self._buffer_of:

@@ -116,8 +116,11 @@ class _Reader:
         )
 
     def _sources(self, start: int, end: int) -> frozenset[Source]:
-        found = frozenset[Source]().union(*(unit.sources for unit in self._seen.units[start:end]))
-        return found | self._seen.end if end == len(self._seen.units) else found
+        """What its units, the questions asked up to its end, and the result if it is the last, come from."""
+        is_last = end == self._units
+        asked = (sources for position, sources in self._seen.asked if position < end or is_last)
+        found = frozenset[Source]().union(*(unit.sources for unit in self._seen.units[start:end]), *asked)
+        return found | self._seen.end if is_last else found
 
     def _units_before(self, edge: int) -> frozenset[int]:
         later = self._sources(edge, len(self._seen.units))
