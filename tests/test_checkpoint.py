@@ -152,6 +152,28 @@ def test_a_module_that_is_built(tmp_path: Path, shards: int) -> None:
             assert torch.equal(stages[1](stages[0](value)), model.to(value.dtype)(value))
 
 
+class Computed(nn.Module):
+    """Has a buffer that is in no file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.register_buffer("scale", torch.arange(8) + 0.5, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.scale
+        return x
+
+
+def test_a_buffer_that_is_computed(tmp_path: Path) -> None:
+    model, x = Computed(), torch.randn(3, 8)
+    safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    stages = loaded(cut(Checkpoint(tmp_path, build=Computed), 2, example=x))
+    with torch.inference_mode():
+        assert torch.equal(stages[1](*stages[0](x)), model(x))
+
+
 def test_a_tied_module_that_is_built(tmp_path: Path) -> None:
     model, ids = Tied(), torch.arange(6)[None]
     safetensors.save_model(model, str(tmp_path / "model.safetensors"))

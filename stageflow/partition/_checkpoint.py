@@ -55,7 +55,8 @@ class Checkpoint:
     dtype: torch.dtype | Literal["auto"] = "auto"
     """Of the loaded weights. ``"auto"``: as the config says, else as they were saved; of a GGUF file, float32."""
     build: Callable[[], nn.Module] | None = None
-    """Makes the module; for one that isn't of transformers. Run on the meta device, here and in each stage."""
+    """Makes the module; for one that isn't of transformers. Run here on the meta device; each stage is sent its piece of
+    that, and fills it."""
 
     # ---- in the controller ----------------------------------------------------------------------------------------------
 
@@ -78,8 +79,10 @@ class Checkpoint:
     def skeleton(self) -> nn.Module:
         """The model on the meta device. Of transformers, a config alone will do: ``path`` may be a ``.json`` file."""
         if self.build is not None:
+            _need("safetensors")
             with torch.device("meta"):
                 module = self.build()
+            _compute_buffers(module, self.build)
             return module if self.dtype == "auto" else module.to(self.dtype)
         return skeleton_of(self.config(), self.dtype)
 
@@ -107,6 +110,23 @@ class Checkpoint:
         return Loader(str(directory), gguf, type(skeleton).__name__, dtype, needs, deep, tied, sum(held.values()))
 
 
+def _compute_buffers(module: nn.Module, build: Callable[[], nn.Module]) -> None:
+    """Give values to buffers that are in no state dict, so in no file: those of a module that is built for real.
+
+    Of that one, parameters go to the meta device one by one as they are made; it isn't taken itself, since this unties them.
+    """
+    saved = set(module.state_dict())
+    computed = [name for name, _ in module.named_buffers() if name not in saved]
+    if computed:
+        _need("accelerate")
+        accelerate: Any = importlib.import_module("accelerate")
+        with accelerate.init_empty_weights(include_buffers=False):
+            real = build()
+        for name in computed:
+            parent, _, own = name.rpartition(".")
+            module.get_submodule(parent).register_buffer(own, real.get_buffer(name), persistent=False)
+
+
 def skeleton_of(config: Any, dtype: torch.dtype | Literal["auto"] = "auto") -> nn.Module:
     """The model of a config, on the meta device."""
     transformers = _transformers("transformers")
@@ -123,10 +143,14 @@ def skeleton_of(config: Any, dtype: torch.dtype | Literal["auto"] = "auto") -> n
 
 def _transformers(*packages: str) -> Any:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read by transformers on import: what is asked for is on the disk
+    _need(*packages)
+    return importlib.import_module("transformers")
+
+
+def _need(*packages: str) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise PartitionError(f"A Checkpoint is read by {package}, which isn't installed. Install stageflow[hf].")
-    return importlib.import_module("transformers")
 
 
 @contextlib.contextmanager
@@ -329,9 +353,10 @@ def aliases_of(module: nn.Module) -> dict[str, list[str]]:
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Its parameters and buffers on the meta device, under each of their names."""
+    """What is loaded of it: what its state dict has, and what has no value; under each of its names."""
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return [(name, tensor) for name, tensor in named if tensor.is_meta]
+    saved = module.state_dict(keep_vars=True)
+    return [(name, tensor) for name, tensor in named if name in saved or tensor.is_meta]
 
 
 def _keys_of(place: Path) -> dict[str, Path]:
