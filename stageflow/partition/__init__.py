@@ -13,6 +13,7 @@ The rooms:
     _excerpt.py   such a stage, made from the model
     _cut_replay.py    a model cut so, and tried out
     _transformers.py  what is known of transformers' models
+    _export.py    a model that calls too few modules: its trace, cut between operations
     _costs.py     what the units cost: measured, or estimated
     _plan.py      a cut, described
     _checkpoint.py    a model on the disk, each stage loading its own piece

@@ -24,6 +24,7 @@ from stageflow._frames import StageInfo
 from stageflow.errors import PartitionError
 from stageflow.partition._checkpoint import Checkpoint, Filler, aliases_of
 from stageflow.partition._cut_replay import Cut, cut_replay, watch, weights_of
+from stageflow.partition._export import cut_exported
 from stageflow.partition._needs import Subject
 from stageflow.partition._pieces import StagePiece, Unit, refuse_altered
 from stageflow.partition._sizes import Balance, sizes_of
@@ -85,12 +86,20 @@ def cut(
         return _take_modules([model], 1, split)
     if isinstance(model, nn.Module) and example is not None:
         args, kwargs = _as_call(example) or ((), {})
-        return _pieces(Subject(model, args, kwargs), num_stages, split, weighed, threads)
+        subject = Subject(model, args, kwargs)
+        try:
+            return _pieces(subject, num_stages, split, weighed, threads)
+        except _TooFew as error:
+            return cut_exported(subject, num_stages, split, weighed, str(error).partition(" Change pp")[0])
     raise PartitionError(
         "A model is one of these: an nn.Sequential, a list of pp modules, a model of transformers, any module with example "
         "arguments of its forward in example, or a callable build(stage: StageInfo) -> nn.Module, run in the stage, "
         f"which makes each one: found {type(model).__name__}. Change model, or pass example."
     )
+
+
+class _TooFew(PartitionError):
+    """The model calls fewer modules than there are stages."""
 
 
 def _cut_checkpoint(
@@ -156,7 +165,7 @@ def cut_subject(subject: Subject, num_stages: int, split: object, balance: Balan
         most = max(most, len(seen.units))
         tried.append(f"{len(seen.units)} calls of {way}")
     found = ", ".join(tried) or "no modules in it"
-    raise PartitionError(
+    raise _TooFew(
         f"Every stage needs at least one of the model's {subject.word}: found at most {most} {subject.word} for "
         f"{num_stages} stages in {type(subject.model).__name__} ({found}). Change pp to {max(most, 1)} or less."
     )
