@@ -24,6 +24,7 @@ from stageflow._frames import StageInfo
 from stageflow.errors import PartitionError
 from stageflow.partition._checkpoint import Checkpoint, Filler, aliases_of
 from stageflow.partition._cut_replay import Cut, cut_replay, watch, weights_of
+from stageflow.partition._dry_run import DryRun
 from stageflow.partition._export import cut_exported
 from stageflow.partition._needs import Subject
 from stageflow.partition._pieces import StagePiece, Unit, refuse_altered
@@ -87,19 +88,14 @@ def cut(
     if isinstance(model, nn.Module) and example is not None:
         args, kwargs = _as_call(example) or ((), {})
         subject = Subject(model, args, kwargs)
-        try:
-            return _pieces(subject, num_stages, split, weighed, threads)
-        except _TooFew as error:
-            return cut_exported(subject, num_stages, split, weighed, str(error).partition(" Change pp")[0])
+        if isinstance(few := _watched(subject, num_stages), str):
+            return cut_exported(subject, num_stages, split, weighed, few.partition(" Change pp")[0])
+        return _pieces(subject, num_stages, split, weighed, threads)
     raise PartitionError(
         "A model is one of these: an nn.Sequential, a list of pp modules, a model of transformers, any module with example "
         "arguments of its forward in example, or a callable build(stage: StageInfo) -> nn.Module, run in the stage, "
         f"which makes each one: found {type(model).__name__}. Change model, or pass example."
     )
-
-
-class _TooFew(PartitionError):
-    """The model calls fewer modules than there are stages."""
 
 
 def _cut_checkpoint(
@@ -140,7 +136,21 @@ def _pieces(
 
 
 def cut_subject(subject: Subject, num_stages: int, split: object, balance: Balance, threads: int | None = None) -> list[Cut]:
-    """Cut a model along its blocks: the members of its lists, then those of the lists in them, then any modules in it."""
+    """Cut a model along its blocks.
+
+    Raises:
+        PartitionError: it can't be cut so.
+    """
+    seen = _watched(subject, num_stages)
+    if isinstance(seen, str):
+        raise PartitionError(seen)
+    return cut_replay(subject, seen, num_stages, split, balance, threads)
+
+
+def _watched(subject: Subject, num_stages: int) -> DryRun | str:
+    """A forward of the model, seen as calls of its blocks: the members of its lists, else those of the lists in them; for one
+    without lists, any modules in it. What to tell the user, if all these are too few.
+    """
     _refuse_replaced(subject.model)
     tried: list[str] = []
     listed = listed_blocks(subject.model)
@@ -161,11 +171,11 @@ def cut_subject(subject: Subject, num_stages: int, split: object, balance: Balan
                 "modules as model."
             ) from error
         if len(seen.units) >= num_stages:
-            return cut_replay(subject, seen, num_stages, split, balance, threads)
+            return seen
         most = max(most, len(seen.units))
         tried.append(f"{len(seen.units)} calls of {way}")
     found = ", ".join(tried) or "no modules in it"
-    raise _TooFew(
+    return (
         f"Every stage needs at least one of the model's {subject.word}: found at most {most} {subject.word} for "
         f"{num_stages} stages in {type(subject.model).__name__} ({found}). Change pp to {max(most, 1)} or less."
     )
