@@ -88,9 +88,10 @@ def cut(
     if isinstance(model, nn.Module) and example is not None:
         args, kwargs = _as_call(example) or ((), {})
         subject = Subject(model, args, kwargs)
-        if isinstance(few := _watched(subject, num_stages), str):
-            return cut_exported(subject, num_stages, split, weighed, few.partition(" Change pp")[0])
-        return _pieces(subject, num_stages, split, weighed, threads)
+        seen = _watched(subject, num_stages)
+        if isinstance(seen, str):  # too few modules
+            return cut_exported(subject, num_stages, split, weighed, seen.partition(" Change pp")[0])
+        return tuple(one.piece_of(model) for one in cut_replay(subject, seen, num_stages, split, weighed, threads))
     raise PartitionError(
         "A model is one of these: an nn.Sequential, a list of pp modules, a model of transformers, any module with example "
         "arguments of its forward in example, or a callable build(stage: StageInfo) -> nn.Module, run in the stage, "
@@ -148,8 +149,8 @@ def cut_subject(subject: Subject, num_stages: int, split: object, balance: Balan
 
 
 def _watched(subject: Subject, num_stages: int) -> DryRun | str:
-    """A forward of the model, seen as calls of its blocks: the members of its lists, else those of the lists in them; for one
-    without lists, any modules in it. What to tell the user, if all these are too few.
+    """A forward of the model, seen as calls of its blocks: the members of its lists, else those of the lists in them; for
+    one without lists, any modules in it. What to tell the user, if all these are too few.
     """
     _refuse_replaced(subject.model)
     tried: list[str] = []
