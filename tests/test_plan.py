@@ -215,6 +215,27 @@ def test_a_chain_that_is_too_short_or_more_than_a_chain_is_cut_inside() -> None:
             assert torch.equal(value, model(x))
 
 
+def test_a_forward_that_takes_another_way_is_found() -> None:
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x: Tensor, turned: bool = False, skip: int = 0) -> Tensor:
+            layers = list(self.layers)[skip:]
+            for layer in reversed(layers) if turned else layers:
+                x = layer(x)
+            return x
+
+    x = torch.randn(3, 4)
+    pieces = cut(Turns(), 2, example=x)
+    with torch.inference_mode():
+        with pytest.raises(RuntimeError, match="takes another way"):
+            pieces[0].target(x, turned=True)  # type: ignore[call-arg, arg-type]
+        with pytest.raises(RuntimeError, match="takes another way"):
+            pieces[0].target(x, skip=1)  # type: ignore[call-arg, arg-type]
+
+
 # ---- benchmarks ---------------------------------------------------------------------------------------------------------
 
 

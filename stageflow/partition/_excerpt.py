@@ -46,10 +46,12 @@ def excerpt(model: nn.Module, needs: Needs, *, deep: bool) -> ReplayStage:
         if id(module) not in memo and id(module) not in kept:
             memo[id(module)] = _shell(module, memo, deep=deep or name not in needs.blocks)
     copied = copy.deepcopy(model, memo)
+    modules = [model.get_submodule(name) for name in needs.order]
     for name in (*needs.blocks, *needs.glue):
         module, original = copied.get_submodule(name), model.get_submodule(name)
         if name in needs.blocks:
-            module.forward = Block(progress, module, absent.get(id(original)))
+            own = frozenset(unit for unit, one in enumerate(modules) if one is original)
+            module.forward = Block(progress, module, absent.get(id(original)), own)
         elif name not in needs.present and id(original) in absent:
             module.forward = absent[id(original)]
     _drop_recorders(copied)

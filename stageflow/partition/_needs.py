@@ -51,8 +51,8 @@ class Needs:
     """Whether the model changes the outputs of units in place."""
     present: frozenset[str]
     """Modules that run here."""
-    blocks: tuple[str, ...]
-    """All of the model."""
+    order: tuple[str, ...]
+    """The block of each unit, of the whole model."""
     glue: tuple[str, ...]
     """Likewise."""
     uncalled: tuple[str, ...]
@@ -62,6 +62,11 @@ class Needs:
     fixed: dict[str, Any]
     shapes_only: frozenset[str]
     """Arguments of which later stages need at most the shape."""
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """All of the model."""
+        return tuple(dict.fromkeys(self.order))
 
     def absent(self) -> list[str]:
         """Modules that aren't here."""
@@ -106,7 +111,7 @@ class _Reader:
             stand_in=stand_in,
             fresh=seen.in_place,
             present=frozenset(present),
-            blocks=tuple(dict.fromkeys(unit.name for unit in seen.units)),
+            order=tuple(unit.name for unit in seen.units),
             glue=tuple(self._glue),
             uncalled=tuple(uncalled),
             for_shape=tuple(dict.fromkeys(for_shape)),

@@ -122,8 +122,10 @@ class Absent:
 class Block:
     """The forward of a block: counts its calls, and runs those of this stage."""
 
-    def __init__(self, progress: Progress, module: nn.Module, absent: Absent | None) -> None:
+    def __init__(self, progress: Progress, module: nn.Module, absent: Absent | None, units: frozenset[int]) -> None:
+        """Args: that of the stage; the block; what to return where it isn't needed; which calls are its own."""
         self._progress = progress
+        self._units = units
         self._module = module
         self.absent = absent
 
@@ -134,6 +136,11 @@ class Block:
             return own(self._module, *args, **kwargs)
         unit = progress.at
         progress.at += 1
+        if unit not in self._units:
+            raise RuntimeError(
+                f"a forward called a {type(self._module).__name__} as its block number {unit}, where another one was called "
+                "when the model was cut: with these arguments it takes another way. Give an example that takes the same way"
+            )
         if unit < progress.start:
             if unit in progress.outputs:
                 output = progress.outputs[unit]
