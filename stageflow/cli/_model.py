@@ -19,6 +19,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from stageflow import Checkpoint, PartitionError
 from stageflow.cli._ends import Refused
 from stageflow.partition import reading_gguf_once, silence
 
@@ -88,8 +89,6 @@ def load_model(path: str | None) -> LanguageModel:
     try:
         with silence(), reading_gguf_once() if files.gguf else contextlib.nullcontext():
             transformers: Any = importlib.import_module("transformers")
-            transformers.logging.set_verbosity_error()
-            transformers.logging.disable_progress_bar()
             tokenizer = transformers.AutoTokenizer.from_pretrained(files.directory, **extra)
             model = transformers.AutoModelForCausalLM.from_pretrained(files.directory, dtype=torch.float32, **extra)
     except Exception as error:
@@ -112,20 +111,14 @@ def find_model(path: str | None) -> ModelFiles:
                 f"{INSTALL_PACKAGE}"
             )
         path = spec.submodule_search_locations[0]
-    place = Path(path).expanduser()
-    if place.is_file() and place.suffix == ".gguf":
-        return ModelFiles(place.parent, place.name)
-    if place.is_dir():
-        if (place / "config.json").exists():
-            return ModelFiles(place, None)
-        found = sorted(file.name for file in place.glob("*.gguf"))
-        if len(found) == 1:
-            return ModelFiles(place, found[0])
-    raise Refused(
-        f"--model is a directory with a config.json, as transformers saves it, or a .gguf file, and {path} "
-        + ("is neither" if place.exists() else "doesn't exist")
-        + ". To have one: hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir smollm2"
-    )
+    try:
+        return ModelFiles(*Checkpoint(path).files())
+    except PartitionError as error:
+        raise Refused(
+            f"--model is a directory with a config.json, as transformers saves it, or a .gguf file, and {path} "
+            + ("is neither" if Path(path).expanduser().exists() else "doesn't exist")
+            + ". To have one: hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir smollm2"
+        ) from error
 
 
 def _need(package: str) -> None:

@@ -31,6 +31,7 @@ from stageflow._frames import StageInfo
 from stageflow.errors import PartitionError
 from stageflow.partition._excerpt import excerpt, retire
 from stageflow.partition._needs import Needs
+from stageflow.partition._tensors import within
 
 __all__ = ["Checkpoint", "Filler", "Loader", "aliases_of", "reading_gguf_once", "silence"]
 
@@ -155,17 +156,19 @@ def _need(*packages: str) -> None:
 
 @contextlib.contextmanager
 def silence() -> Generator[None]:
-    """Nothing is said of what is loaded: progress bars, and keys that belong to other stages."""
-    logging: Any = importlib.import_module("transformers.utils.logging")
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    """Nothing is said of what transformers imports and loads: progress bars, and keys that belong to other stages."""
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging: Any = importlib.import_module("transformers.utils.logging")
+        level, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
             yield
-    finally:
-        logging.set_verbosity(level)
+        finally:  # this may be the user's own program
+            logging.set_verbosity(level)
+            if shows_progress:
+                logging.enable_progress_bar()
 
 
 @contextlib.contextmanager
@@ -264,13 +267,11 @@ class Loader:
         found: dict[str, None] = {}
         for target, source in self.tied.items():
             if self._is_here(target) and not self._is_here(source):
-                found.update(
-                    (name, None) for name in (*self.needs.glue, *self.needs.uncalled) if source.startswith(f"{name}.")
-                )
+                found.update((name, None) for name in (*self.needs.glue, *self.needs.uncalled) if within(source, name))
         return list(found)
 
     def _is_here(self, parameter: str) -> bool:
-        return any(parameter.startswith(f"{name}.") or parameter == name for name in self.needs.present)
+        return any(within(parameter, name) for name in self.needs.present)
 
 
 def _leave_alone(model: nn.Module, needs: Needs) -> None:

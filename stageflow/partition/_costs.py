@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from stageflow.partition._dry_run import DryRun, Work
 from stageflow.partition._needs import Subject
 from stageflow.partition._pieces import Unit
+from stageflow.partition._tensors import same_tensors
 
 __all__ = ["Rates", "calibrated", "estimated_seconds", "measured_seconds", "seconds_of_children", "works_of"]
 
@@ -68,9 +69,7 @@ def measured_seconds(subject: Subject, blocks: Sequence[str], threads: int | Non
     Raises:
         Exception: what the model's forward raised.
     """
-    model = subject.model
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    copied = copy.deepcopy(model, memo)  # its own hooks and caches are then nobody's
+    copied = copy.deepcopy(subject.model, same_tensors(subject.model))  # its own hooks and caches are then nobody's
     ends: list[float] = []
     inside: list[nn.Module] = []
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Literal, cast
 
@@ -26,7 +26,7 @@ from stageflow.partition._checkpoint import Checkpoint, Filler, aliases_of
 from stageflow.partition._cut_replay import Cut, cut_replay, watch, weights_of
 from stageflow.partition._dry_run import DryRun
 from stageflow.partition._export import cut_exported
-from stageflow.partition._needs import Subject
+from stageflow.partition._needs import Subject, as_call
 from stageflow.partition._pieces import StagePiece, Unit, refuse_altered
 from stageflow.partition._sizes import Balance, sizes_of
 from stageflow.partition._split import Split
@@ -82,12 +82,12 @@ def cut(
         _refuse_split(split, "a callable build(stage)")
         return (StagePiece(target=model, module_names=(), unpack=True),) * num_stages
     if is_transformers_model(model):
-        return _pieces(subject_of(model, _as_call(example)), num_stages, split, weighed, threads)
+        _, cuts = cut_subject(subject_of(model, example), num_stages, split, weighed, threads)
+        return tuple(one.piece_of(cast("nn.Module", model)) for one in cuts)
     if num_stages == 1 and example is None:  # there is nothing to cut
         return _take_modules([model], 1, split)
     if isinstance(model, nn.Module) and example is not None:
-        args, kwargs = _as_call(example) or ((), {})
-        subject = Subject(model, args, kwargs)
+        subject = Subject(model, *as_call(example))
         seen = _watched(subject, num_stages)
         if isinstance(seen, str):  # too few modules
             return cut_exported(subject, num_stages, split, weighed, seen.partition(" Change pp")[0])
@@ -105,7 +105,7 @@ def _cut_checkpoint(
     """The pieces of a model that is on the disk: each as what loads it."""
     skeleton = checkpoint.skeleton()
     if checkpoint.build is None:
-        cuts = cut_subject(subject_of(skeleton, _as_call(example)), num_stages, split, balance, threads)
+        _, cuts = cut_subject(subject_of(skeleton, example), num_stages, split, balance, threads)
         targets = [checkpoint.target(skeleton, one.needs, deep=one.deep) for one in cuts]
         return tuple(
             StagePiece(target, one.module_names, unpack=True, loads=target.nbytes)
@@ -117,27 +117,10 @@ def _cut_checkpoint(
     return tuple(attrs.evolve(one, target=target, loads=target.nbytes) for one, target in zip(pieces, targets, strict=True))
 
 
-def _as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if example is None:
-        return None
-    if isinstance(example, Mapping):
-        return (), dict(cast("Mapping[str, Any]", example))
-    if isinstance(example, tuple):
-        given = cast("tuple[Any, ...]", example)
-        if len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], dict):
-            return cast("Any", given)
-        return given, {}
-    return (example,), {}
-
-
-def _pieces(
-    subject: Subject, num_stages: int, split: object, balance: Balance, threads: int | None
-) -> tuple[StagePiece, ...]:
-    return tuple(one.piece_of(subject.model) for one in cut_subject(subject, num_stages, split, balance, threads))
-
-
-def cut_subject(subject: Subject, num_stages: int, split: object, balance: Balance, threads: int | None = None) -> list[Cut]:
-    """Cut a model along its blocks.
+def cut_subject(
+    subject: Subject, num_stages: int, split: object, balance: Balance, threads: int | None = None
+) -> tuple[DryRun, list[Cut]]:
+    """Cut a model along its blocks; also what was seen of it.
 
     Raises:
         PartitionError: it can't be cut so.
@@ -145,7 +128,7 @@ def cut_subject(subject: Subject, num_stages: int, split: object, balance: Balan
     seen = _watched(subject, num_stages)
     if isinstance(seen, str):
         raise PartitionError(seen)
-    return cut_replay(subject, seen, num_stages, split, balance, threads)
+    return seen, cut_replay(subject, seen, num_stages, split, balance, threads)
 
 
 def _watched(subject: Subject, num_stages: int) -> DryRun | str:
@@ -240,9 +223,8 @@ def _cut_sequential(
     units = [Unit(name, ((name, child),)) for name, child in children]
 
     def weigh(by: str) -> list[float]:
-        subject = Subject(model, *(_as_call(example) or ((), {})))
-        blocks = [name for name, _ in children]
-        return weights_of(by, subject, watch(subject, blocks), units, threads)
+        subject = Subject(model, *as_call(example))
+        return weights_of(by, subject, units, threads, lambda: watch(subject, [name for name, _ in children]))
 
     sizes = sizes_of(units, num_stages, split, "children", balance, None if example is None else weigh)
     for start, end in pairwise(accumulate(sizes, initial=0)):

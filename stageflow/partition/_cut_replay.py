@@ -11,7 +11,7 @@ Rules of this file:
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,30 +20,27 @@ import torch
 from torch import Tensor, nn
 
 from stageflow.errors import PartitionError
-from stageflow.partition._costs import Rates, calibrated, estimated_seconds, measured_seconds, works_of
+from stageflow.partition._costs import calibrated, estimated_seconds, measured_seconds, works_of
 from stageflow.partition._dry_run import DryRun, dry_run
 from stageflow.partition._excerpt import excerpt
 from stageflow.partition._needs import Needs, Subject, needs_of
 from stageflow.partition._pieces import StagePiece, Unit
 from stageflow.partition._sizes import Balance, sizes_of
-from stageflow.partition._tensors import Answering, leaves_of, map_tensors, on_meta, to_meta
+from stageflow.partition._tensors import Answering, leaves_of, map_tensors, on_meta, same_tensors, to_meta, within
 
 __all__ = ["Cut", "cut_replay", "units_of", "watch", "weights_of"]
 
 
 def weights_of(
-    by: str, subject: Subject, seen: DryRun, units: Sequence[Unit], threads: int | None, rates: Rates | None = None
+    by: str, subject: Subject, units: Sequence[Unit], threads: int | None, look: Callable[[], DryRun]
 ) -> list[float]:
-    """What each unit weighs by ``"time"`` or ``"activations"``."""
+    """What each unit weighs by ``"time"`` or ``"activations"``; ``look`` gives the dry run, for what isn't measured."""
     if by == "activations":
-        return [float(work.activations) for work in works_of(seen)]
-    if rates is None and all(
-        tensor.device.type == "cpu" for tensor in (*subject.model.parameters(), *subject.model.buffers())
-    ):
+        return [float(work.activations) for work in works_of(look())]
+    if all(tensor.device.type == "cpu" for tensor in (*subject.model.parameters(), *subject.model.buffers())):
         return measured_seconds(subject, [unit.name for unit in units], threads)
-    seen = watch(subject, [unit.name for unit in units], count_flops=True)
     dtype = next((one.dtype for one in subject.model.parameters() if one.is_floating_point()), torch.float32)
-    return estimated_seconds(seen, units, rates or calibrated(dtype, threads))
+    return estimated_seconds(look(), units, calibrated(dtype, threads))
 
 
 @attrs.frozen
@@ -59,26 +56,25 @@ class Cut:
         return StagePiece(target=excerpt(model, self.needs, deep=self.deep), module_names=self.module_names, unpack=True)
 
 
-def watch(subject: Subject, blocks: Sequence[str], *, count_flops: bool = False) -> DryRun:
+def watch(subject: Subject, blocks: Sequence[str]) -> DryRun:
     """A forward of the model on the meta device; with its real tensors, where that isn't possible.
 
     Raises:
         Exception: neither is possible: what the forward on the meta device raised.
     """
-    kwargs = {**subject.kwargs, **subject.fixed}
     reason: Exception | None = None
     for half in (False, True):
         try:
             bare, args, more = _bare(subject, half=half)
-            seen = dry_run(bare, blocks, args, {**more, **subject.fixed}, count_flops=count_flops)
+            seen = dry_run(bare, blocks, args, {**more, **subject.fixed})
             return attrs.evolve(seen, half=half)
         except Exception as error:
             reason = reason or error
     assert reason is not None
     if any(tensor.is_meta for tensor in subject.model.parameters()):
         raise reason
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*subject.model.parameters(), *subject.model.buffers())}
-    return dry_run(copy.deepcopy(subject.model, memo), blocks, subject.args, kwargs, count_flops=count_flops)
+    copied = copy.deepcopy(subject.model, same_tensors(subject.model))
+    return dry_run(copied, blocks, subject.args, {**subject.kwargs, **subject.fixed})
 
 
 def _bare(subject: Subject, *, half: bool) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -99,16 +95,12 @@ def units_of(model: nn.Module, seen: DryRun) -> list[Unit]:
     """The units with the glue before them, and after the last."""
     parts: list[list[tuple[str, nn.Module]]] = [[] for _ in seen.units]
     named: set[str] = set()
-    for position, call in seen.glue:
-        if position < len(parts) and call.name not in named:
-            parts[position].append((call.name, model.get_submodule(call.name)))
-            named.add(call.name)
-    for index, unit in enumerate(seen.units):
-        parts[index].append((unit.name, model.get_submodule(unit.name)))
-    for position, call in seen.glue:
-        if position == len(parts) and call.name not in named:
-            parts[-1].append((call.name, model.get_submodule(call.name)))
-            named.add(call.name)
+    calls = [(position, False, name) for position, name in seen.glue]
+    calls += [(index, True, unit.name) for index, unit in enumerate(seen.units)]
+    for position, is_unit, name in sorted(calls, key=lambda call: call[:2]):  # stable: the glue stays in its order
+        if is_unit or name not in named:
+            parts[min(position, len(parts) - 1)].append((name, model.get_submodule(name)))
+            named.add(name)
     return [Unit(unit.name, tuple(part)) for unit, part in zip(seen.units, parts, strict=True)]
 
 
@@ -123,10 +115,10 @@ def cut_replay(
     units = units_of(subject.model, seen)
 
     def weigh(by: str) -> list[float]:
-        return weights_of(by, subject, seen, units, threads)
+        return weights_of(by, subject, units, threads, lambda: seen)
 
     edges = list(pairwise(accumulate(sizes_of(units, num_stages, split, subject.word, balance, weigh), initial=0)))
-    stages = [needs_of(subject, seen, start, end) for start, end in edges]
+    stages = needs_of(subject, seen, edges)
     _refuse_state(seen, stages)
     deep = False
     try:
@@ -147,11 +139,7 @@ def cut_replay(
 def _refuse_state(seen: DryRun, stages: Sequence[Needs]) -> None:
     """Refuse a module in two stages that changes its buffers: each process has its own, and neither would be right."""
     for name in sorted(seen.written):
-        holders = [
-            index
-            for index, needs in enumerate(stages)
-            if any(name == one or name.startswith(f"{one}.") for one in needs.present)
-        ]
+        holders = [index for index, needs in enumerate(stages) if any(within(name, one) for one in needs.present)]
         if len(holders) > 1:
             raise PartitionError(
                 "A module that changes its buffers is in one stage, since each process holds a copy of its own: found "

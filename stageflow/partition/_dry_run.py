@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from stageflow.partition._tensors import answer_of, leaves_of, map_tensors, modules_of
+from stageflow.partition._tensors import answer_of, leaves_of, map_tensors, modules_of, within
 
-__all__ = ["DryRun", "Recorded", "Source", "UnitCall", "Work", "dry_run"]
+__all__ = ["DryRun", "Source", "UnitCall", "Work", "dry_run"]
 
 Source = tuple[str, Any]
 """Where a value comes from: ``("unit", 3)``, ``("module", "model.embed_tokens")``, ``("input", 0)``."""
@@ -44,15 +44,6 @@ class Work:
         """Count the other as well."""
         self.flops += other.flops
         self.activations += other.activations
-
-
-@attrs.frozen
-class Recorded:
-    """One call of a module, with arguments on the meta device: enough to do the like again, and to time it."""
-
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 @attrs.define
@@ -78,9 +69,9 @@ class DryRun:
     units: list[UnitCall]
     end: frozenset[Source]
     """All that the model's result comes from."""
-    glue: list[tuple[int, Recorded]]
-    """Calls of modules with parameters outside the blocks, none inside another such one, each with the number of units that
-    were called before."""
+    glue: list[tuple[int, str]]
+    """Calls of modules with parameters outside the blocks, none inside another such one: each the number of units that were
+    called before, and its name."""
     work_between: list[Work]
     """Of the glue before each unit, and after the last."""
     used_directly: dict[str, int]
@@ -94,16 +85,12 @@ class DryRun:
     """Whether the glue changes what a unit returned."""
     called: frozenset[str]
     """Names of all modules that were called."""
-    calls: list[Recorded]
-    """The units' own."""
     result: Any
     half: bool = False
     """Whether the model was in bfloat16 for it, since one of its operators knows nothing else on the meta device."""
 
 
-def dry_run(
-    model: nn.Module, blocks: Iterable[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, count_flops: bool = True
-) -> DryRun:
+def dry_run(model: nn.Module, blocks: Iterable[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DryRun:
     """Watch one forward pass.
 
     Args:
@@ -111,12 +98,11 @@ def dry_run(
         blocks: names of the modules whose calls are the units.
         args: of the model's forward, on the meta device.
         kwargs: likewise.
-        count_flops: whether to count floating-point operations as well.
 
     Raises:
         Exception: what the model's forward raises on the meta device.
     """
-    watch = _Watch(model, blocks, count_flops)
+    watch = _Watch(model, blocks)
     for index, tensor in enumerate(leaves_of([args, kwargs])):
         watch.mark(tensor, frozenset({("input", index)}))
     with watch.watching(), torch.no_grad(), watch:
@@ -131,7 +117,6 @@ def dry_run(
         written=frozenset(watch.written),
         in_place=watch.in_place,
         called=frozenset(watch.called),
-        calls=watch.calls,
         result=result,
     )
 
@@ -139,11 +124,10 @@ def dry_run(
 class _Watch(TorchDispatchMode):
     """Follows every tensor, and counts."""
 
-    def __init__(self, model: nn.Module, blocks: Iterable[str], count_flops: bool) -> None:
+    def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
         super().__init__()
         self.units: list[UnitCall] = []
-        self.calls: list[Recorded] = []
-        self.glue: list[tuple[int, Recorded]] = []
+        self.glue: list[tuple[int, str]] = []
         self.work_between = [Work()]
         self.used_directly: dict[str, int] = {}
         self.in_place = False
@@ -152,7 +136,6 @@ class _Watch(TorchDispatchMode):
         self._buffer_of = {id(one): name for name, module in modules_of(model) for one in module.buffers(recurse=False)}
         self.called: set[str] = set()
         self._model = model
-        self._count_flops = count_flops
         self._blocks = frozenset(blocks)
         self._owners: dict[int, list[str]] = {}
         for name, module in modules_of(model):
@@ -214,7 +197,7 @@ class _Watch(TorchDispatchMode):
             for tensor in made:
                 self.mark(tensor, sources)
         self._work.activations += sum(tensor.nbytes for tensor in made)
-        if self._count_flops and (count := flop_registry.get(func.overloadpacket)) is not None:
+        if (count := flop_registry.get(func.overloadpacket)) is not None:
             with contextlib.suppress(Exception):  # an operator that torch can't count for these arguments
                 self._work.flops += int(count(*args, **kwargs, out_val=output))
         return output
@@ -225,7 +208,7 @@ class _Watch(TorchDispatchMode):
         if owners is None:
             return None, False
         running = [whole for whole in self._stack if whole in self._whole]
-        inside = (one for one in owners if any(one == whole or one.startswith(f"{whole}.") for whole in running))
+        inside = (one for one in owners if any(within(one, whole) for whole in running))
         one = next(inside, None)
         return (owners[0], False) if one is None else (one, True)
 
@@ -256,13 +239,13 @@ class _Watch(TorchDispatchMode):
             block.startswith(f"{name}.") for block in self._blocks
         )
 
-        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        def enter(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
             if self._in_unit is not None:  # a module of the glue, called from inside a block
                 self.used_directly.setdefault(name, len(self.units))
                 return
             self.called.add(name)
             if whole and not any(outer in self._whole for outer in self._stack):
-                self.glue.append((len(self.units), Recorded(name, args, dict(kwargs))))
+                self.glue.append((len(self.units), name))
             if whole:
                 self._whole.add(name)
             self._stack.append(name)
@@ -284,7 +267,6 @@ class _Watch(TorchDispatchMode):
                 return
             self._in_unit = name
             self.called.add(name)
-            self.calls.append(Recorded(name, args, dict(kwargs)))
             self._given = leaves_of([args, kwargs])
             self._work = Work()
 

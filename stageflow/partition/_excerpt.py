@@ -17,7 +17,7 @@ from torch import nn
 
 from stageflow.partition._needs import Needs
 from stageflow.partition._replay import PLACEHOLDERS, Absent, Block, Progress, ReplayStage
-from stageflow.partition._tensors import on_meta
+from stageflow.partition._tensors import on_meta, same_tensors
 
 __all__ = ["excerpt", "retire"]
 
@@ -30,15 +30,8 @@ def excerpt(model: nn.Module, needs: Needs, *, deep: bool) -> ReplayStage:
         needs: what the stage is made of.
         deep: whether what is absent still has its children, absent too, for models that look into them.
     """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    progress = Progress(
-        start=needs.start,
-        end=needs.end,
-        is_last=needs.is_last,
-        carried=needs.carried,
-        stand_in=needs.stand_in,
-        fresh=needs.fresh,
-    )
+    memo = same_tensors(model)
+    progress = Progress(needs)
     kept = {id(module) for name in needs.present for module in model.get_submodule(name).modules()}
     absent = {id(one): Absent(on_meta(one)) for one in map(model.get_submodule, needs.for_shape)}
     for name in needs.absent():
@@ -55,7 +48,7 @@ def excerpt(model: nn.Module, needs: Needs, *, deep: bool) -> ReplayStage:
         elif name not in needs.present and id(original) in absent:
             module.forward = absent[id(original)]
     _drop_recorders(copied)
-    return ReplayStage(copied, progress, refused=needs.refused, fixed=needs.fixed, shapes_only=needs.shapes_only)
+    return ReplayStage(copied, progress)
 
 
 def retire(stage: ReplayStage, name: str, *, called: bool) -> None:

@@ -16,9 +16,9 @@ import attrs
 from torch import nn
 
 from stageflow.partition._dry_run import DryRun, Source
-from stageflow.partition._tensors import leaves_of, modules_of, structure_of
+from stageflow.partition._tensors import leaves_of, modules_of, structure_of, within
 
-__all__ = ["Needs", "Subject", "needs_of"]
+__all__ = ["Needs", "Subject", "as_call", "needs_of"]
 
 
 @attrs.frozen
@@ -33,6 +33,18 @@ class Subject:
     fixed: Mapping[str, Any] = attrs.field(factory=dict[str, Any])
     word: str = "blocks"
     """What its units are called."""
+
+
+def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as the caller gives it, as arguments by place and by name."""
+    if isinstance(example, Mapping):
+        return (), dict(cast("Mapping[str, Any]", example))
+    if isinstance(example, tuple):
+        given = cast("tuple[Any, ...]", example)
+        if len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], dict):
+            return cast("Any", given)
+        return given, {}
+    return (example,), {}
 
 
 @attrs.frozen(kw_only=True)
@@ -59,9 +71,11 @@ class Needs:
     for_shape: tuple[str, ...]
     """Absent modules that are called before the stage is done, and whose output nothing stands in for."""
     refused: dict[str, str]
+    """Arguments that must be None or False, each with the reason."""
     fixed: dict[str, Any]
+    """Arguments that it is always called with."""
     shapes_only: frozenset[str]
-    """Arguments of which later stages need at most the shape."""
+    """Names, or places, of arguments of which later stages need at most the shape."""
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -73,16 +87,19 @@ class Needs:
         return [name for name in (*self.blocks, *self.glue, *self.uncalled) if name not in self.present]
 
 
-def needs_of(subject: Subject, seen: DryRun, start: int, end: int) -> Needs:
-    """Of the stage that runs the units from ``start`` to before ``end``."""
-    return _Reader(subject, seen).needs(start, end)
+def needs_of(subject: Subject, seen: DryRun, edges: Iterable[tuple[int, int]]) -> list[Needs]:
+    """Of each stage: of that which runs the units from ``start`` to before ``end``."""
+    reader = _Reader(subject, seen)
+    return [reader.needs(start, end) for start, end in edges]
 
 
 class _Reader:
     def __init__(self, subject: Subject, seen: DryRun) -> None:
         self._subject, self._seen = subject, seen
         self._units = len(seen.units)
-        self._glue = {call.name: position for position, call in reversed(seen.glue)}
+        self._glue = {name: position for position, name in reversed(seen.glue)}
+        self._uncalled = self._find_uncalled()
+        self._used = [cast("str", at) for kind, at in self._sources(0, self._units) if kind == "module"]
 
     def needs(self, start: int, end: int) -> Needs:
         """See ``needs_of``."""
@@ -91,14 +108,14 @@ class _Reader:
         present = {unit.name for unit in seen.units[start:end]}
         for name, position in self._glue.items():
             here = start <= position < end or (is_last and position == end)
-            if any(one == name or one.startswith(f"{name}.") for one in modules) or (here and not self._is_source(name)):
+            is_needed = any(within(one, name) for one in modules)
+            if is_needed or (here and not any(within(one, name) for one in self._used)):
                 present.add(name)
         for name, position in seen.used_directly.items():
-            holds_blocks = any(not name or unit.name.startswith(f"{name}.") for unit in seen.units)  # so it is everywhere
+            holds_blocks = any(within(unit.name, name) for unit in seen.units)  # so it is everywhere
             if not holds_blocks and (position < end or is_last):
-                present.add(self._glue_of(name))
-        uncalled = self._uncalled()
-        present |= {name for name, first in uncalled.items() if (start == 0 if first else is_last)}
+                present.add(next((whole for whole in self._glue if within(name, whole)), name))
+        present |= {name for name, first in self._uncalled.items() if (start == 0 if first else is_last)}
         received = self._units_before(start)
         stand_in = self._stand_ins(start, received)
         for_shape = [seen.units[unit].name for unit in range(start) if unit not in {*received, *stand_in}]
@@ -113,7 +130,7 @@ class _Reader:
             present=frozenset(present),
             order=tuple(unit.name for unit in seen.units),
             glue=tuple(self._glue),
-            uncalled=tuple(uncalled),
+            uncalled=tuple(self._uncalled),
             for_shape=tuple(dict.fromkeys(for_shape)),
             refused=dict(self._subject.refused),
             fixed=dict(self._subject.fixed),
@@ -128,26 +145,17 @@ class _Reader:
         return found | self._seen.end if is_last else found
 
     def _units_before(self, edge: int) -> frozenset[int]:
-        later = self._sources(edge, len(self._seen.units))
+        later = self._sources(edge, self._units)
         return frozenset(cast("int", at) for kind, at in later if kind == "unit" and cast("int", at) < edge)
 
-    def _is_source(self, name: str) -> bool:
-        return any(
-            kind == "module" and (at == name or str(at).startswith(f"{name}."))
-            for kind, at in self._sources(0, len(self._seen.units))
-        )
-
-    def _glue_of(self, name: str) -> str:
-        return next((whole for whole in self._glue if name == whole or name.startswith(f"{whole}.")), name)
-
-    def _uncalled(self) -> dict[str, bool]:
+    def _find_uncalled(self) -> dict[str, bool]:
         """Modules with parameters that no forward calls; each with whether it comes before the first block."""
         blocks = {unit.name for unit in self._seen.units}
         found: dict[str, bool] = {}
         first = True
         for name, module in modules_of(self._subject.model):
-            inside = any(name == one or name.startswith(f"{one}.") for one in (*blocks, *self._glue, *found))
-            outside = name == "" or any(one.startswith(f"{name}.") for one in (*blocks, *self._glue))
+            inside = any(within(name, one) for one in (*blocks, *self._glue, *found))
+            outside = any(within(one, name) for one in (*blocks, *self._glue))
             first = first and name not in blocks
             has_any = next(module.parameters(), next(module.buffers(), None)) is not None
             if not inside and not outside and has_any and name not in self._seen.called:
@@ -156,7 +164,7 @@ class _Reader:
 
     def _unneeded_inputs(self, end: int) -> frozenset[str]:
         """Arguments of the example of which later stages need at most the shape."""
-        later = {at for kind, at in self._sources(end, len(self._seen.units)) if kind == "input"}
+        later = {at for kind, at in self._sources(end, self._units) if kind == "input"}
         found: set[str] = set()
         index = 0
         named = [(str(place), arg) for place, arg in enumerate(self._subject.args)]

@@ -12,7 +12,7 @@ import torch
 from stageflow.partition._checkpoint import Checkpoint
 from stageflow.partition._costs import Rates, calibrated, estimated_seconds, works_of
 from stageflow.partition._cut import cut_subject
-from stageflow.partition._cut_replay import Cut, units_of, watch
+from stageflow.partition._cut_replay import Cut, units_of
 from stageflow.partition._dry_run import DryRun
 from stageflow.partition._needs import Subject
 from stageflow.partition._sizes import Balance
@@ -67,8 +67,7 @@ def plan(
     """
     model = Checkpoint(path, dtype=dtype).skeleton()
     subject = subject_of(model, batch=batch, length=length)
-    cuts = cut_subject(subject, num_stages, split, balance, threads)
-    seen = watch(subject, cuts[0].needs.blocks, count_flops=True)
+    seen, cuts = cut_subject(subject, num_stages, split, balance, threads)
     rate = calibrated(next(one.dtype for one in model.parameters() if one.is_floating_point()), threads)
     speeds = balance.speeds or [1.0] * num_stages
     rates = [Rates(rate.flops * speed, rate.bandwidth * speed) for speed in speeds]

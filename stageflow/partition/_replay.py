@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from stageflow.partition._needs import Needs
 from stageflow.partition._tensors import Answering, map_tensors, structure_of, to_meta
 
 __all__ = ["PLACEHOLDERS", "Absent", "Block", "Progress", "ReplayStage"]
@@ -40,17 +41,9 @@ class _StageDone(BaseException):
 class Progress:
     """How far one forward has come, for all blocks of a stage."""
 
-    start: int
-    end: int
-    """The stage's own units."""
-    is_last: bool
-    carried: frozenset[int]
-    """Units whose outputs this stage passes on."""
-    stand_in: dict[int, int]
-    """For units whose output isn't needed: another of the same kind that is, and has come."""
-    fresh: bool
-    """Whether a value must not be given out twice, since the model changes it in place."""
+    needs: Needs
     at: int = 0
+    """Calls of blocks so far."""
     inside: bool = False
     outputs: dict[int, Any] = attrs.field(factory=dict[int, Any])
 
@@ -60,12 +53,12 @@ class Progress:
 
     def keep(self, unit: int, output: Any) -> None:
         """Of a unit that has run here."""
-        if unit in self.carried:
-            self.outputs[unit] = _copy(output) if self.fresh else output
+        if unit in self.needs.carried:
+            self.outputs[unit] = self.given_out(output)
 
-
-def _copy(value: Any) -> Any:
-    return map_tensors(torch.clone, value)
+    def given_out(self, output: Any) -> Any:
+        """An output, or a copy of it if the model changes outputs in place."""
+        return map_tensors(torch.clone, output) if self.needs.fresh else output
 
 
 @attrs.frozen
@@ -131,7 +124,7 @@ class Block:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the block is called."""
-        progress, own = self._progress, cast("Any", type(self._module)).forward
+        progress, needs, own = self._progress, self._progress.needs, cast("Any", type(self._module)).forward
         if progress.inside:
             return own(self._module, *args, **kwargs)
         unit = progress.at
@@ -141,11 +134,10 @@ class Block:
                 f"a forward called a {type(self._module).__name__} as its block number {unit}, where another one was called "
                 "when the model was cut: with these arguments it takes another way. Give an example that takes the same way"
             )
-        if unit < progress.start:
+        if unit < needs.start:
             if unit in progress.outputs:
-                output = progress.outputs[unit]
-                return _copy(output) if progress.fresh else output
-            if (other := progress.stand_in.get(unit)) is not None:
+                return progress.given_out(progress.outputs[unit])
+            if (other := needs.stand_in.get(unit)) is not None:
                 return progress.outputs[other]
             assert self.absent is not None
             return self.absent(*args, **kwargs)
@@ -155,7 +147,7 @@ class Block:
         finally:
             progress.inside = False
         progress.keep(unit, output)
-        if unit == progress.end - 1 and not progress.is_last:
+        if unit == needs.end - 1 and not needs.is_last:
             raise _StageDone
         return output
 
@@ -168,27 +160,13 @@ class ReplayStage(nn.Module):
     arguments, which win. Its modules have the names that they have in the unsplit model.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        progress: Progress,
-        refused: Mapping[str, str],
-        fixed: Mapping[str, Any],
-        shapes_only: frozenset[str],
-    ) -> None:
-        """Args:
-        model: the excerpt.
-        progress: that of its blocks.
-        refused: arguments that must be None or False, each with the reason.
-        fixed: arguments that it is always called with.
-        shapes_only: names, or places, of arguments of which later stages need no value.
-        """
+    def __init__(self, model: nn.Module, progress: Progress) -> None:
+        """Args: the excerpt; that of its blocks."""
         super().__init__()
         self.training = model.training
         self.adopt(model)
         self._progress = progress
         self._is_placed = False
-        self._refused, self._fixed, self._shapes_only = dict(refused), dict(fixed), shapes_only
 
     def excerpt_(self) -> nn.Module:
         """The model that it runs. (The name is none that a module of the model has.)"""
@@ -226,37 +204,39 @@ class ReplayStage(nn.Module):
 
     def forward(self, *given: Any, **extra: Any) -> Any:
         """Run the units of this stage. See the class."""
-        progress = self._progress
+        progress, needs = self._progress, self._progress.needs
         if not self._is_placed:
             self._place(self._onto_device)
         received: dict[int, Any] = {}
         args, kwargs = given, extra
-        if progress.start:
+        if needs.start:
             received, args, kwargs = given
             args, kwargs = _filled((args, kwargs), self._device())
             args, kwargs = self._merge(args, kwargs, extra)
         args, kwargs = self._allowed(args, kwargs)
         progress.begin(received)
         try:
-            result = self._of[0](*args, **{**kwargs, **self._fixed})
-            if progress.is_last:
+            result = self._of[0](*args, **{**kwargs, **needs.fixed})
+            if needs.is_last:
                 return result
             self._ended_early()
         except _StageDone:
-            return {unit: progress.outputs[unit] for unit in sorted(progress.carried)}, *self._passed_on(args, kwargs)
+            return {unit: progress.outputs[unit] for unit in sorted(needs.carried)}, *self._passed_on(args, kwargs)
         finally:
             progress.begin({})
 
     def _ended_early(self) -> NoReturn:
         raise RuntimeError(
-            f"a forward of {type(self._of[0]).__name__} called {self._progress.at} blocks, and this stage holds up to the "
-            f"call number {self._progress.end}: with these arguments it takes another way than the one it was cut along"
+            f"a forward of {type(self._of[0]).__name__} called {self._progress.at} blocks, and this stage holds up to "
+            f"the call number {self._progress.needs.end}: with these arguments it takes another way than the one it was cut "
+            "along"
         )
 
     def _passed_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, without the numbers in them that no later stage needs."""
-        bare = tuple(_bare(arg) if str(place) in self._shapes_only else arg for place, arg in enumerate(args))
-        return bare, {name: _bare(arg) if name in self._shapes_only else arg for name, arg in kwargs.items()}
+        bare = self._progress.needs.shapes_only
+        placed = tuple(_bare(arg) if str(place) in bare else arg for place, arg in enumerate(args))
+        return placed, {name: _bare(arg) if name in bare else arg for name, arg in kwargs.items()}
 
     def _device(self) -> torch.device:
         return next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device("cpu"))
@@ -273,11 +253,12 @@ class ReplayStage(nn.Module):
 
     def _allowed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments without those that aren't possible in a pipeline; those given by position too."""
-        if not self._refused:
+        refused = self._progress.needs.refused
+        if not refused:
             return args, kwargs
         self._signature.bind(*args, **kwargs)  # a TypeError where the unsplit model has one
         given = {**dict(zip(self._signature.parameters, args, strict=False)), **kwargs}
-        for name, reason in self._refused.items():
+        for name, reason in refused.items():
             value = given.pop(name, None)
             if value is not None and value is not False:
                 raise ValueError(f"{name}={value!r:.60} isn't possible in a pipeline: {reason}.")

@@ -11,7 +11,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["Answering", "answer_of", "leaves_of", "map_tensors", "modules_of", "on_meta", "structure_of", "to_meta"]
+__all__ = [
+    "Answering",
+    "answer_of",
+    "leaves_of",
+    "map_tensors",
+    "modules_of",
+    "on_meta",
+    "same_tensors",
+    "structure_of",
+    "to_meta",
+    "within",
+]
 
 
 def leaves_of(value: Any) -> list[Tensor]:
@@ -44,6 +55,16 @@ def structure_of(value: Any) -> tuple[Any, list[Any]]:
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """All modules in it, with their names."""
     return [*model.named_modules()]
+
+
+def within(name: str, module: str) -> bool:
+    """Whether a name is that of a module, or of something in it; everything is in the model itself, whose name is empty."""
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def same_tensors(model: nn.Module) -> dict[int, Any]:
+    """The memo for a ``deepcopy`` that copies modules, and takes their tensors as they are."""
+    return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
 
 
 def to_meta(value: Any) -> Any:

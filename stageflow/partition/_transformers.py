@@ -7,7 +7,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from stageflow.errors import PartitionError
-from stageflow.partition._needs import Subject
+from stageflow.partition._needs import Subject, as_call
 
 __all__ = ["is_transformers_model", "subject_of"]
 
@@ -42,7 +41,7 @@ def is_transformers_model(model: object) -> bool:
 
 def subject_of(
     model: Any,
-    example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    example: Any = None,
     batch: int = _BATCH,
     length: int = _LENGTH,
 ) -> Subject:
@@ -57,7 +56,7 @@ def subject_of(
                 f"A pipeline returns what its last stage has: found {name} in the model's config. Set it to False there."
             )
     parameters = inspect.signature(model.forward).parameters
-    args, kwargs = example if example is not None else ((), _example_of(model, parameters, batch, length))
+    args, kwargs = as_call(example) if example is not None else ((), _example_of(model, parameters, batch, length))
     fixed = {"use_cache": False} if "use_cache" in parameters else {}
     return Subject(
         model,
@@ -92,5 +91,5 @@ def _example_of(model: Any, parameters: Mapping[str, Any], batch: int, length: i
     if "input_ids" in parameters and name != "input_ids" and not getattr(config, "is_encoder_decoder", False):
         made["input_ids"] = ids
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
-        made["decoder_input_ids"] = copy.copy(ids)
+        made["decoder_input_ids"] = ids.clone()  # another tensor: each is followed by itself
     return made
