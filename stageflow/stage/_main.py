@@ -210,7 +210,8 @@ def _telling(loaded: Callable[[], int] | None, progress: ProgressWriter) -> Gene
 
     def tell() -> None:
         while not ended.wait(0.1):
-            progress.loaded(loaded())
+            with contextlib.suppress(RuntimeError):  # the model was changed while it was looked through: next time, then
+                progress.loaded(loaded())
 
     thread = threading.Thread(target=tell, name="stageflow loading", daemon=True)
     thread.start()
